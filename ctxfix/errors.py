@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The errors ctxfix raises: to callers of its own API, and into the application only in strict mode."""
+
+
+class CtxfixError(Exception):
+    """Base of every error of ctxfix."""
+
+
+class DriverError(CtxfixError):
+    """A CUDA driver call failed; ``code`` is its CUresult."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class UnknownOwnerError(CtxfixError):
+    """No CUDA context could be found for the memory or the thread in question."""
+
+
+class PatchError(CtxfixError):
+    """A host's class or method is not where it was expected, or somebody wrapped it after us."""
+
+
+class SettingsError(CtxfixError):
+    """An environment variable of ctxfix has a value that means nothing."""
