@@ -36,6 +36,7 @@ struct cx_thread_counts cx_thread_counts;
 
 static __thread struct {
 	struct cx_armed armed;
+	void *inherited;     /* context this thread was started in */
 	unsigned member;     /* group of this thread, 0 if none */
 	unsigned seen;       /* version of its group that it has applied */
 	bool held;           /* the caller's context was put right by Python: NIXL is not to change it */
@@ -108,6 +109,7 @@ void cx_threads_forked(void)
 {
 	/* The one thread of the child: it belongs to no agent, and CUDA does not work in it. */
 	me.armed = (struct cx_armed){ 0 };
+	me.inherited = NULL;
 	me.member = 0;
 	me.held = false;
 	for (unsigned n = atomic_load(&ngroups); n; n--)
@@ -186,6 +188,7 @@ static void *started(void *arg)
 			if (later)
 				s.context = later;
 		}
+		me.inherited = s.context;
 		if (s.context)
 			bind(g, s.context, false);
 		else
@@ -199,7 +202,7 @@ typedef int create_call(pthread_t *, const pthread_attr_t *, void *(*)(void *), 
 
 static int create(create_call *real, pthread_t *thread, const pthread_attr_t *attr, void *(*routine)(void *), void *arg)
 {
-	if ((!me.armed.on && !me.member) || atomic_load(&cx_off))
+	if ((!me.armed.on && !me.member && !me.inherited) || atomic_load(&cx_off))
 		return real(thread, attr, routine, arg);
 	struct start *s = atomic_load(&cx_fault_malloc) ? NULL : malloc(sizeof *s);
 	if (!s) { /* better a thread without a context than none */
@@ -208,7 +211,7 @@ static int create(create_call *real, pthread_t *thread, const pthread_attr_t *at
 	}
 	s->routine = routine;
 	s->argument = arg;
-	s->context = me.armed.on ? me.armed.context : NULL;
+	s->context = me.armed.on ? me.armed.context : me.inherited;
 	s->group = me.armed.on ? me.armed.group : me.member;
 	/* Counted first: the thread may be through before pthread_create returns. */
 	struct group *g = group_of(s->group);
