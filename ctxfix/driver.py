@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The only file that speaks to CUDA.
+
+It never loads the CUDA driver into a process that has not loaded it, never calls ``cuInit``, never creates a
+context (also not the primary one, which cudaSetDevice does since CUDA 12), and is silent in a forked child of
+a process that had initialised CUDA. All contexts and addresses are plain ``int``; 0 is "none".
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ctxfix.errors import DriverError
+
+_LIBCUDA = "libcuda.so.1"
+_NOT_INITIALIZED = 3
+
+# CUpointer_attribute of cuda.h, the same in CUDA 12 and 13.
+_CONTEXT = 1
+_BUFFER_ID = 7
+_DEVICE_ORDINAL = 9
+_RANGE_START = 11
+_RANGE_SIZE = 12
+
+_api: Any = None  # cuda.bindings.driver, once libcuda is in the process
+_lib: Any = None  # the same libcuda through ctypes
+_problem: str | None = None  # why CUDA cannot be spoken to although it is in the process
+_forked = False  # a child of a process that had initialised CUDA: hands off for good
+_initialized_at_fork = False
+_get_current: Callable[[], tuple[Any, Any]] | None = None
+_buffer_id_attribute: Any = None  # looked up once: the enum's constructor costs more than the driver's call
+
+
+class Owner(NamedTuple):
+    """To whom GPU memory belongs: a context (never 0) and its device ordinal in this process.
+
+    ``recorded`` is False where the memory itself knows no context and the primary one of its device stands in.
+    """
+
+    context: int
+    device: int
+    recorded: bool = True
+
+
+def attach() -> bool:
+    """Whether CUDA can be spoken to in this process. Loads nothing that is not loaded.
+
+    Cheap once true. While libcuda is not in the process it costs a walk over the library path, so it is called
+    where transfers are set up (an agent made, memory registered), never where they are posted.
+    """
+    if _api is not None:
+        return True
+    if _forked or _problem is not None:
+        return False
+    try:
+        lib = ctypes.CDLL(_LIBCUDA, mode=os.RTLD_NOLOAD)
+    except OSError:
+        return False
+    return _load_bindings(lib)
+
+
+def _load_bindings(lib: Any) -> bool:
+    global _api, _lib, _get_current, _buffer_id_attribute, _problem
+    try:
+        from cuda.bindings import driver as api
+
+        api.cuCtxGetCurrent()  # resolves every symbol: a driver too old or half a library shows here
+    except Exception as error:  # noqa: BLE001 - ImportError, RuntimeError and what broken installs raise
+        _problem = (
+            f"libcuda is loaded, but cuda-python cannot speak to it ({type(error).__name__}: {error}); no context will be "
+            "set. Reinstall it: pip install --force-reinstall 'cuda-python>=12.9,<14'"
+        )
+        return False
+    _lib = lib
+    _get_current = api.cuCtxGetCurrent
+    _buffer_id_attribute = api.CUpointer_attribute(_BUFFER_ID)
+    _api = api
+    return True
+
+
+def problem() -> str | None:
+    """Why CUDA cannot be used although it is in the process, or None."""
+    if _forked:
+        return "this is a forked child of a process that had initialised CUDA; CUDA does not work here"
+    return _problem
+
+
+def attached() -> bool:
+    """Whether :func:`attach` has succeeded already."""
+    return _api is not None
+
+
+def initialized() -> bool:
+    """Whether somebody in this process has called cuInit."""
+    return _api is not None and int(_api.cuCtxGetCurrent()[0]) != _NOT_INITIALIZED
+
+
+def current() -> int:
+    """The context current on this thread, or 0: none, CUDA not initialised, or not in the process."""
+    if _get_current is None:
+        return 0
+    context = _get_current()[1]
+    return int(context) if context is not None else 0
+
+
+def set_current(context: int) -> None:
+    """Make ``context`` current on this thread (0: none), as cuCtxSetCurrent does.
+
+    Raises:
+        DriverError: the driver refused, e.g. because the context was destroyed.
+    """
+    (error,) = _api.cuCtxSetCurrent(context)
+    if error:
+        raise _error("cuCtxSetCurrent", error, f"context {context:#x}")
+
+
+def owner_of(address: int) -> Owner | None:
+    """Whose GPU memory ``address`` is; None for host memory, freed memory and addresses of nobody.
+
+    Memory that knows no context (cuMemCreate/VMM, which PyTorch's expandable_segments use, and memory pools)
+    belongs to the primary context of its device, if that context exists.
+    """
+    if _api is None:
+        return None
+    error, context = _api.cuPointerGetAttribute(_api.CUpointer_attribute(_CONTEXT), address)
+    if error:
+        return None
+    if int(context):
+        return Owner(int(context), device_of(int(context)))
+    device = _ordinal_of(address)
+    primary = primary_context(device)
+    return Owner(primary, device, recorded=False) if primary else None
+
+
+def buffer_id(address: int) -> int:
+    """The id of the allocation that holds ``address``: never given to another allocation. 0: no allocation."""
+    if _api is None:
+        return 0
+    error, value = _api.cuPointerGetAttribute(_buffer_id_attribute, address)
+    return 0 if error else int(value)
+
+
+def extent_of(address: int) -> tuple[int, int]:
+    """First address of the allocation that holds ``address``, and one past its last; ``(0, 0)``: unknown."""
+    if _api is None:
+        return 0, 0
+    attributes = [_api.CUpointer_attribute(_RANGE_START), _api.CUpointer_attribute(_RANGE_SIZE)]
+    error, values = _api.cuPointerGetAttributes(2, attributes, address)
+    if error:
+        return 0, 0
+    start, size = (int(value) for value in values)
+    return start, start + size
+
+
+def device_of(context: int) -> int:
+    """The device ordinal of ``context``, or -1 if the context is unusable.
+
+    The context is asked itself: cuda.bindings 13.3.1 answers CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL with 0 for
+    memory of every device (measured on H200, driver 580).
+    """
+    if _api is None or int(_api.cuCtxPushCurrent(context)[0]):
+        return -1
+    try:
+        error, device = _api.cuCtxGetDevice()
+    finally:
+        _api.cuCtxPopCurrent()
+    return -1 if error else int(device)
+
+
+def primary_context(device: int) -> int:
+    """The primary context of ``device`` if somebody has made it already, else 0.
+
+    Making it current is what cudaSetDevice does, without creating one (cudaSetDevice does create it, since
+    CUDA 12), which would cost about 0.5 GB of that GPU.
+    """
+    if _api is None or device < 0:
+        return 0
+    error, _flags, active = _api.cuDevicePrimaryCtxGetState(device)
+    if error or not active:
+        return 0
+    error, context = _api.cuDevicePrimaryCtxRetain(device)
+    if error:
+        return 0
+    _api.cuDevicePrimaryCtxRelease(device)  # it lives on: whoever made it active still holds it
+    return int(context)
+
+
+def primary_contexts() -> list[int]:
+    """The primary contexts that exist in this process, by device ordinal."""
+    if not initialized():
+        return []
+    error, devices = _api.cuDeviceGetCount()
+    if error:
+        return []
+    return [context for context in map(primary_context, range(devices)) if context]
+
+
+def _ordinal_of(address: int) -> int:
+    # Through ctypes, because of the wrong answer of cuda.bindings that device_of() tells about.
+    value = ctypes.c_int(-1)
+    error = _lib.cuPointerGetAttribute(ctypes.byref(value), _DEVICE_ORDINAL, ctypes.c_uint64(address))
+    return -1 if error else value.value
+
+
+def _error(call: str, error: Any, about: str) -> DriverError:
+    name = getattr(error, "name", str(error))
+    return DriverError(
+        f"{call} failed with {name} ({int(error)}) for {about} in pid {os.getpid()}, thread {threading.get_ident():#x}",
+        int(error),
+    )
+
+
+def _before_fork() -> None:
+    global _initialized_at_fork
+    _initialized_at_fork = initialized()
+
+
+def _after_fork_in_child() -> None:
+    global _forked, _api, _lib, _get_current
+    if _initialized_at_fork:
+        _forked = True
+        _api = _lib = _get_current = None
+
+
+os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
