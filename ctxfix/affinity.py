@@ -119,7 +119,7 @@ def bound(obj: Any) -> Iterator[int]:
     owner = owner_at(address)
     if owner is None:
         raise UnknownOwnerError(
-            f"{address:#x} is no GPU memory of this process{_because()}: pass a CUDA tensor, or an address inside memory "
+            f"{address:#x} is no GPU memory of this process{_because()}: pass a CUDA tensor, or an address in memory "
             "that is still allocated"
         )
     token = enter(owner.context)

@@ -4,6 +4,11 @@
 It never loads the CUDA driver into a process that has not loaded it, never calls ``cuInit``, never creates a
 context (also not the primary one, which cudaSetDevice does since CUDA 12), and is silent in a forked child of
 a process that had initialised CUDA. All contexts and addresses are plain ``int``; 0 is "none".
+
+What is called per post goes through ctypes.PyDLL, which keeps the GIL: these calls take nanoseconds, and a call that
+lets the GIL go, as all of cuda.bindings do, waits up to the switch interval (5 ms) to get it back in a process whose
+other threads are busy in Python (51 µs on average against 0.2 µs with one busy thread, benchmarks/post.py). The rest
+goes through cuda.bindings.
 """
 
 from __future__ import annotations
@@ -27,12 +32,31 @@ _RANGE_START = 11
 _RANGE_SIZE = 12
 
 _api: Any = None  # cuda.bindings.driver, once libcuda is in the process
-_lib: Any = None  # the same libcuda through ctypes
+_lib: Any = None  # the same libcuda through ctypes, GIL kept
 _problem: str | None = None  # why CUDA cannot be spoken to although it is in the process
 _forked = False  # a child of a process that had initialised CUDA: hands off for good
 _initialized_at_fork = False
-_get_current: Callable[[], tuple[Any, Any]] | None = None
-_buffer_id_attribute: Any = None  # looked up once: the enum's constructor costs more than the driver's call
+
+
+class _PerThread(threading.local):
+    """Where the driver writes its answers: a buffer for each thread, made once because making one costs 0.2 µs."""
+
+    def __init__(self) -> None:
+        value = ctypes.c_uint64()
+        self.out = value, ctypes.byref(value)
+
+
+_per_thread = _PerThread()
+
+
+def _absent(*_: Any) -> int:
+    """Stands for each driver function while CUDA is not attached."""
+    return _NOT_INITIALIZED
+
+
+_cuCtxGetCurrent: Callable[[Any], int] = _absent
+_cuCtxSetCurrent: Callable[[int], int] = _absent
+_cuPointerGetAttribute: Callable[[Any, int, int], int] = _absent
 
 
 class Owner(NamedTuple):
@@ -57,27 +81,29 @@ def attach() -> bool:
     if _forked or _problem is not None:
         return False
     try:
-        lib = ctypes.CDLL(_LIBCUDA, mode=os.RTLD_NOLOAD)
+        lib = ctypes.PyDLL(_LIBCUDA, mode=os.RTLD_NOLOAD)
     except OSError:
         return False
     return _load_bindings(lib)
 
 
 def _load_bindings(lib: Any) -> bool:
-    global _api, _lib, _get_current, _buffer_id_attribute, _problem
+    global _api, _lib, _problem, _cuCtxGetCurrent, _cuCtxSetCurrent, _cuPointerGetAttribute
     try:
         from cuda.bindings import driver as api
 
         api.cuCtxGetCurrent()  # resolves every symbol: a driver too old or half a library shows here
-    except Exception as error:  # noqa: BLE001 - ImportError, RuntimeError and what broken installs raise
+        lib.cuCtxSetCurrent.argtypes = [ctypes.c_void_p]
+        lib.cuPointerGetAttribute.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64]
+    except Exception as error:  # ImportError, RuntimeError, and whatever else broken installs raise
         _problem = (
-            f"libcuda is loaded, but cuda-python cannot speak to it ({type(error).__name__}: {error}); no context will be "
-            "set. Reinstall it: pip install --force-reinstall 'cuda-python>=12.9,<14'"
+            f"libcuda is loaded, but cuda-python cannot speak to it ({type(error).__name__}: {error}). No "
+            "context is set. Reinstall it: pip install --force-reinstall 'cuda-python>=12.9,<14'"
         )
         return False
     _lib = lib
-    _get_current = api.cuCtxGetCurrent
-    _buffer_id_attribute = api.CUpointer_attribute(_BUFFER_ID)
+    _cuCtxGetCurrent, _cuCtxSetCurrent = lib.cuCtxGetCurrent, lib.cuCtxSetCurrent
+    _cuPointerGetAttribute = lib.cuPointerGetAttribute
     _api = api
     return True
 
@@ -96,15 +122,13 @@ def attached() -> bool:
 
 def initialized() -> bool:
     """Whether somebody in this process has called cuInit."""
-    return _api is not None and int(_api.cuCtxGetCurrent()[0]) != _NOT_INITIALIZED
+    return _cuCtxGetCurrent(_per_thread.out[1]) != _NOT_INITIALIZED
 
 
 def current() -> int:
-    """The context current on this thread, or 0: none, CUDA not initialised, or not in the process."""
-    if _get_current is None:
-        return 0
-    context = _get_current()[1]
-    return int(context) if context is not None else 0
+    """The context current on this thread, or 0: none, CUDA not initialised, or not in the process. About 0.2 µs."""
+    value, ref = _per_thread.out
+    return 0 if _cuCtxGetCurrent(ref) else value.value
 
 
 def set_current(context: int) -> None:
@@ -113,9 +137,16 @@ def set_current(context: int) -> None:
     Raises:
         DriverError: the driver refused, e.g. because the context was destroyed.
     """
-    (error,) = _api.cuCtxSetCurrent(context)
+    error = _cuCtxSetCurrent(context)
     if error:
         raise _error("cuCtxSetCurrent", error, f"context {context:#x}")
+
+
+def _attribute(attribute: int, address: int) -> int | None:
+    """A pointer attribute of ``address``; None: it is no memory that the driver knows."""
+    value, ref = _per_thread.out
+    value.value = 0  # the driver may write 4 bytes only
+    return None if _cuPointerGetAttribute(ref, attribute, address) else value.value
 
 
 def owner_of(address: int) -> Owner | None:
@@ -124,43 +155,32 @@ def owner_of(address: int) -> Owner | None:
     Memory that knows no context (cuMemCreate/VMM, which PyTorch's expandable_segments use, and memory pools)
     belongs to the primary context of its device, if that context exists.
     """
-    if _api is None:
+    context = _attribute(_CONTEXT, address)
+    if context is None:
         return None
-    error, context = _api.cuPointerGetAttribute(_api.CUpointer_attribute(_CONTEXT), address)
-    if error:
-        return None
-    if int(context):
-        return Owner(int(context), device_of(int(context)))
-    device = _ordinal_of(address)
-    primary = primary_context(device)
-    return Owner(primary, device, recorded=False) if primary else None
+    if context:
+        return Owner(context, device_of(context))
+    device = _attribute(_DEVICE_ORDINAL, address)
+    primary = primary_context(-1 if device is None else device)
+    return Owner(primary, device or 0, recorded=False) if primary else None
 
 
 def buffer_id(address: int) -> int:
     """The id of the allocation that holds ``address``: never given to another allocation. 0: no allocation."""
-    if _api is None:
-        return 0
-    error, value = _api.cuPointerGetAttribute(_buffer_id_attribute, address)
-    return 0 if error else int(value)
+    return _attribute(_BUFFER_ID, address) or 0
 
 
 def extent_of(address: int) -> tuple[int, int]:
     """First address of the allocation that holds ``address``, and one past its last; ``(0, 0)``: unknown."""
-    if _api is None:
-        return 0, 0
-    attributes = [_api.CUpointer_attribute(_RANGE_START), _api.CUpointer_attribute(_RANGE_SIZE)]
-    error, values = _api.cuPointerGetAttributes(2, attributes, address)
-    if error:
-        return 0, 0
-    start, size = (int(value) for value in values)
-    return start, start + size
+    start, size = _attribute(_RANGE_START, address), _attribute(_RANGE_SIZE, address)
+    return (start, start + size) if start and size else (0, 0)
 
 
 def device_of(context: int) -> int:
     """The device ordinal of ``context``, or -1 if the context is unusable.
 
-    The context is asked itself: cuda.bindings 13.3.1 answers CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL with 0 for
-    memory of every device (measured on H200, driver 580).
+    The context is asked itself, not the memory: cuda.bindings 13.3.1 answers CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL with
+    0 for memory of every device (measured on H200, driver 580).
     """
     if _api is None or int(_api.cuCtxPushCurrent(context)[0]):
         return -1
@@ -199,18 +219,14 @@ def primary_contexts() -> list[int]:
     return [context for context in map(primary_context, range(devices)) if context]
 
 
-def _ordinal_of(address: int) -> int:
-    # Through ctypes, because of the wrong answer of cuda.bindings that device_of() tells about.
-    value = ctypes.c_int(-1)
-    error = _lib.cuPointerGetAttribute(ctypes.byref(value), _DEVICE_ORDINAL, ctypes.c_uint64(address))
-    return -1 if error else value.value
-
-
-def _error(call: str, error: Any, about: str) -> DriverError:
-    name = getattr(error, "name", str(error))
+def _error(call: str, code: int, about: str) -> DriverError:
+    try:
+        name = _api.CUresult(code).name
+    except (AttributeError, ValueError):  # no driver at all, or an error newer than cuda-python
+        name = "an error"
     return DriverError(
-        f"{call} failed with {name} ({int(error)}) for {about} in pid {os.getpid()}, thread {threading.get_ident():#x}",
-        int(error),
+        f"{call} failed with {name} ({code}) for {about} in pid {os.getpid()}, thread {threading.get_ident():#x}",
+        code,
     )
 
 
@@ -220,10 +236,11 @@ def _before_fork() -> None:
 
 
 def _after_fork_in_child() -> None:
-    global _forked, _api, _lib, _get_current
+    global _forked, _api, _lib, _cuCtxGetCurrent, _cuCtxSetCurrent, _cuPointerGetAttribute
     if _initialized_at_fork:
         _forked = True
-        _api = _lib = _get_current = None
+        _api = _lib = None
+        _cuCtxGetCurrent = _cuCtxSetCurrent = _cuPointerGetAttribute = _absent
 
 
 os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)

@@ -28,14 +28,14 @@ _posts = counters.ticker("posts")
 
 
 class _Memory:
-    """The local GPU memory that a transfer reads or writes, by its first address, and who owns it."""
+    """The local GPU memory that a transfer reads or writes, by its first address, and who owns it (None: unknown)."""
 
-    __slots__ = ("address", "buffer_id", "owner")
+    __slots__ = ("address", "context", "owner")
 
     def __init__(self, address: int, owner: Owner | None) -> None:
         self.address = address
         self.owner = owner
-        self.buffer_id = driver.buffer_id(address)
+        self.context = owner.context if owner is not None else 0
 
 
 #: Transfer handle -> its local memory; None: host memory. The integer is NIXL's, and is reused after release.
@@ -109,7 +109,7 @@ def _context_of_list(memory: Any, mem_type: Any, vram: Any) -> int:
 def _context_of_transfer(handle: int) -> int:
     """The context that owns the local memory of a transfer; 0: host memory, or unknown."""
     memory = _transfers.get(handle)
-    return memory.owner.context if memory is not None and memory.owner is not None else 0
+    return memory.context if memory is not None else 0
 
 
 def _unknown(address: int) -> None:
@@ -122,7 +122,7 @@ def _unknown(address: int) -> None:
     )
 
 
-def _enter_transfer(agent: Any, handle: Any) -> int | None:
+def _enter_transfer(agent: Any, handle: Any, *_: Any, **__: Any) -> int | None:
     """Make the owner of the transfer's local memory current; the token for affinity.leave, None: nothing to undo."""
     memory = _transfers.get(handle._handle, _UNKNOWN)
     if memory is None:
@@ -131,37 +131,34 @@ def _enter_transfer(agent: Any, handle: Any) -> int | None:
     if memory is _UNKNOWN:  # made before ctxfix was active
         counters.count("unknown_owners")
         return affinity.enter(_context_of_agent(agent) or _context_of_newcomer())
-    if driver.buffer_id(memory.address) != memory.buffer_id:
-        # Freed, or allocated anew, maybe on another GPU, since the handle was made.
-        counters.count("stale_owners")
-        memory.owner = driver.owner_of(memory.address)
-        memory.buffer_id = driver.buffer_id(memory.address)
-    if memory.owner is None:
+    if not memory.context:
         _unknown(memory.address)
         return None
     before = driver.current() if _nixl_switches else None
-    token = _enter_owner(memory.owner)
+    token = _enter(memory)
     return before if token is None else token
 
 
-def _enter_owner(owner: Owner) -> int | None:
+def _enter(memory: _Memory) -> int | None:
     try:
-        return affinity.enter(owner.context)
+        return affinity.enter(memory.context)
     except DriverError:
-        # The recorded context cannot be used (destroyed, device reset): the device's primary one stands in.
-        primary = driver.primary_context(owner.device)
-        if not primary or primary == owner.context:
+        # The recorded context cannot be used (destroyed, device reset). Who owns the memory now? If nobody knows,
+        # the primary context of its device stands in, as after cudaSetDevice.
+        owner = driver.owner_of(memory.address)
+        context = owner.context if owner else driver.primary_context(memory.owner.device if memory.owner else -1)
+        if not context or context == memory.context:
             raise
         counters.count("device_fallbacks")
-        return affinity.enter(primary)
+        return affinity.enter(context)
 
 
-def _enter_poll_of_transfer(agent: Any, handle: Any) -> int | None:
+def _enter_poll_of_transfer(agent: Any, handle: Any, *_: Any, **__: Any) -> int | None:
     memory = _transfers.get(handle._handle)
-    return _enter_owner(memory.owner) if memory is not None and memory.owner is not None else None
+    return _enter(memory) if memory is not None else None
 
 
-def _enter_poll(agent: Any, _: Any) -> int | None:
+def _enter_poll(agent: Any, *_: Any, **__: Any) -> int | None:
     return affinity.enter(_context_of_agent(agent))
 
 
@@ -384,20 +381,20 @@ def _set_up_hooks(vram: Any) -> dict[str, Hook]:
 # ---- hooks: posts and polls ------------------------------------------------------------------------------------------
 
 
-def _hot(original: Hook, where: str, enter: Callable[[Any, Any], int | None]) -> Hook:
+def _hot(original: Hook, where: str, enter: Callable[..., int | None]) -> Hook:
     """``original`` between ``enter`` and affinity.leave, at the least cost that Python allows."""
 
     @functools.wraps(original)
-    def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def hook(*args: Any, **kwargs: Any) -> Any:
         try:
-            token = enter(self, args[0] if args else kwargs.get("handle"))
-        except Exception as error:  # noqa: BLE001 - the call must go through
+            token = enter(*args, **kwargs)
+        except Exception as error:  # the call must go through, also if its arguments are not what enter() knows
             guard.failed(where, error)
             token = None
         if token is None:
-            return original(self, *args, **kwargs)
+            return original(*args, **kwargs)
         try:
-            return original(self, *args, **kwargs)
+            return original(*args, **kwargs)
         finally:
             affinity.leave(token)
 
