@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prepare and describe the rig: real NIXL wheels on a machine with no GPU.
 
-Everything is made once, in the git-ignored folder .rig/ of the checkout: the fake CUDA driver and runtime and
-the loopback fabric (compiled from this folder), the NIXL wheels (unpacked side by side, each in a folder of its
-own) and the one library of the `mpich` wheel that is needed, a libfabric new enough for NIXL.
+Everything is made once, in the git-ignored folder .rig/ of the checkout: the fake CUDA driver and runtime
+and the loopback fabric (compiled from this folder), the NIXL wheels (unpacked side by side, each in a folder
+of its own) and the one library needed of the `mpich` wheel, a libfabric that is new enough for NIXL.
 
     rig = Rig.prepare()
     subprocess.run([sys.executable, "program.py"], env=rig.env("1.1.0", posts=Path("posts.jsonl")))
@@ -152,7 +152,7 @@ def _prepend(env: dict[str, str], name: str, paths: Sequence[Path]) -> None:
         env[name] = os.pathsep.join([*map(str, paths), *before])
 
 
-# ---- the folder .rig/ ---------------------------------------------------------------------------------------
+# ---- the folder .rig/ ----------------------------------------------------------------------------
 
 
 @contextmanager
@@ -177,7 +177,7 @@ def _cached(folder: Path, make: Callable[[Path], None]) -> Path:
     return folder
 
 
-# ---- compiled parts -----------------------------------------------------------------------------------------
+# ---- compiled parts ------------------------------------------------------------------------------
 
 
 def _compiler() -> str:
@@ -256,7 +256,7 @@ pci_busid="0000:00:01.0" pci_type="0604 [1d0f:0200] [1d0f:0200] 00" pci_link_spe
 """
 
 
-# ---- downloaded parts ---------------------------------------------------------------------------------------
+# ---- downloaded parts ----------------------------------------------------------------------------
 
 
 def _nixl(root: Path, version: str, report: Callable[[str], None]) -> Path:

@@ -4,8 +4,8 @@
     transfer.py MODE [--gpu 1] [--other-gpu 0] [--peer-gpu 1] [--backend LIBFABRIC] ...
 
 MODE says what the application does around the transfer: which thread posts it, with which context, what it
-calls its memory. At the end one line of JSON tells how it went; the exit status is 0 if the transfer completed
-and the bytes are right.
+calls its memory. At the end one line of JSON tells how it went; the exit status is 0 if the transfer
+completed and the bytes are right.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from functools import cache
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-# ---- CUDA, by its driver API ---------------------------------------------------------------------------------
+# ---- CUDA, by its driver API ---------------------------------------------------------------------
 
 
 @cache
@@ -126,7 +126,7 @@ class HostMemory:
         return self._buffer.raw
 
 
-# ---- which thread makes the transfer ---------------------------------------------------------------------------
+# ---- which thread makes the transfer -------------------------------------------------------------
 
 Work = Callable[[], None]
 
@@ -202,11 +202,22 @@ MODES = {
     "dram": Mode("host memory", memory=HostMemory),
 }
 
-# ---- the two processes -----------------------------------------------------------------------------------------
+# ---- the two processes ---------------------------------------------------------------------------
 
 
 def pattern(index: int, size: int) -> bytes:
-    return bytes((i * 7 + index) % 251 for i in range(251)) * (size // 251 + 1)
+    return (bytes((i * 7 + index) % 251 for i in range(251)) * (size // 251 + 1))[:size]
+
+
+def new_buffers(mode: Mode, gpus: list[int], size: int, filled: bool) -> list[Any]:
+    buffers = [mode.memory(gpu, size, mode.vmm) for gpu in gpus]
+    for index, buffer in enumerate(buffers):
+        buffer.fill(pattern(index, size) if filled else bytes(size))
+    return buffers
+
+
+def all_right(buffers: list[Any]) -> bool:
+    return all(buffer.read() == pattern(index, buffer.size) for index, buffer in enumerate(buffers))
 
 
 def new_agent(name: str, options: argparse.Namespace) -> Any:
@@ -226,12 +237,9 @@ def sender(peer: Connection, options: argparse.Namespace) -> dict[str, Any]:
     on_gpu = mode.memory is GpuMemory
     if on_gpu:
         make_current(options.gpu)
-    buffers = [mode.memory(gpu_of[name], options.size, mode.vmm) for name in mode.gpus]
+    filled = mode.operation == "WRITE"
+    buffers = new_buffers(mode, [gpu_of[name] for name in mode.gpus], options.size, filled)
     dev_ids = [gpu_of[mode.dev_id] if mode.dev_id else buffer.gpu for buffer in buffers]
-    for index, buffer in enumerate(buffers):
-        buffer.fill(
-            bytes(options.size) if mode.operation == "READ" else pattern(index, options.size)[: options.size]
-        )
     agent = new_agent("sender", options)
     registered = register(agent, buffers, dev_ids)
 
@@ -267,7 +275,7 @@ def sender(peer: Connection, options: argparse.Namespace) -> dict[str, Any]:
         before = context_stack() if on_gpu else []
         try:
             state = transfer(indices, notification)
-        except Exception as error:  # noqa: BLE001 - told in the result
+        except Exception as error:  # told in the result
             state = f"{type(error).__name__}: {error}"
         after = context_stack() if on_gpu else []
         thread = threading.current_thread().name
@@ -283,20 +291,17 @@ def sender(peer: Connection, options: argparse.Namespace) -> dict[str, Any]:
             peer.recv()
     peer.send("end")
     written = peer.recv()
-    read_ok = all(b.read() == pattern(i, options.size)[: options.size] for i, b in enumerate(buffers))
+    data_ok = written and all_right(buffers)
     agent.deregister_memory(registered)
-    return {"posts": posts, "data_ok": read_ok and written}
+    return {"posts": posts, "data_ok": data_ok}
 
 
 def receiver(peer: Connection, options: argparse.Namespace) -> dict[str, Any]:
     mode = MODES[options.mode]
     if mode.memory is GpuMemory:
         make_current(options.peer_gpu)
-    buffers = [mode.memory(options.peer_gpu, options.size, mode.vmm) for _ in mode.gpus]
-    for index, buffer in enumerate(buffers):
-        buffer.fill(
-            pattern(index, options.size)[: options.size] if mode.operation == "READ" else bytes(options.size)
-        )
+    filled = mode.operation == "READ"
+    buffers = new_buffers(mode, [options.peer_gpu] * len(mode.gpus), options.size, filled)
     agent = new_agent("receiver", options)
     registered = register(agent, buffers, [buffer.gpu for buffer in buffers])
     peer.send((agent.get_agent_metadata(), [(b.address, b.size, b.gpu) for b in buffers]))
@@ -304,8 +309,7 @@ def receiver(peer: Connection, options: argparse.Namespace) -> dict[str, Any]:
         while notification and not agent.check_remote_xfer_done("sender", notification):
             time.sleep(0.0005)
         peer.send("next")
-    written = all(b.read() == pattern(i, options.size)[: options.size] for i, b in enumerate(buffers))
-    peer.send(written)
+    peer.send(all_right(buffers))
     agent.deregister_memory(registered)
     return {}
 
@@ -315,7 +319,7 @@ def child(role: str, peer: Connection, parent: Connection, options: argparse.Nam
         result = {"sender": sender, "receiver": receiver}[role](peer, options)
     except EOFError:
         result = {"error": f"the {role} lost its peer"}
-    except Exception:  # noqa: BLE001 - told in the result
+    except Exception:  # told in the result
         result = {"error": f"{role}: {traceback.format_exc()}"}
     parent.send((role, result))
 
@@ -362,12 +366,11 @@ def run_both(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    modes = "\n".join(f"  {name:20}{mode.text}" for name, mode in MODES.items())
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=f"{__doc__}\nmodes:\n{modes}", formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "mode", choices=MODES, help="; ".join(f"{name}: {m.text}" for name, m in MODES.items())
-    )
+    parser.add_argument("mode", choices=MODES, metavar="MODE")
     parser.add_argument("--gpu", type=int, default=1, help="the sender's GPU")
     parser.add_argument("--other-gpu", type=int, default=0, help="the GPU that the mode confuses it with")
     parser.add_argument("--peer-gpu", type=int, default=1, help="the receiver's GPU")
@@ -376,9 +379,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--backend", default="LIBFABRIC")
     parser.add_argument("--module", default="nixl_cu12")
     parser.add_argument("--start-method", choices=("spawn", "forkserver"), default="spawn")
-    parser.add_argument(
-        "--deadline", type=float, default=40, help="seconds after which the processes are killed"
-    )
+    parser.add_argument("--deadline", type=float, default=40, help="seconds until both are killed")
     options = parser.parse_args(arguments)
 
     result = run_both(options)
