@@ -86,7 +86,7 @@ def warn(message: str) -> None:
         if os.environ.get("CTXFIX_LOG", "").strip().lower() != "off":
             import logging
 
-            logging.getLogger("ctxfix").warning("%s", message)
+            logging.getLogger("ctxfix").warning("ctxfix: %s", message)
     except Exception as error:
         failures.setdefault("logging", f"{type(error).__name__} while logging {message!r}")
 
@@ -185,6 +185,12 @@ def _patch(name: str, module: "ModuleType") -> "BaseException | None":
         return _failed(name, error)
     outcomes[name] = "patched"
     failures.pop(f"patching {name}", None)
+    try:
+        # With the first host comes the hook of Python threads: before, `threading` may not even be loaded.
+        __import__("ctxfix.threads", fromlist=("apply",)).apply()
+    except (Exception, SystemExit) as error:
+        note_failure("hooking Python threads", error)
+        return error
     return None
 
 
@@ -217,9 +223,7 @@ def patch_present(name: str) -> "BaseException | None":
         __import__(name)
         module = sys.modules[name]
         if _initializing(module):
-            late = RuntimeError(
-                "it was half imported when ctxfix came; call ctxfix.activate() when it is whole"
-            )
+            late = RuntimeError("it was half imported when ctxfix came; call ctxfix.activate() when it is whole")
             return _failed(name, late)
     return _patch(name, module)
 

@@ -24,9 +24,7 @@ def activate() -> bool:
         if outcome != "patched":
             _startup.raise_if_strict(name, _startup.patch_present(name))
     import_module("ctxfix.affinity")  # the thread hook does nothing without it
-    from ctxfix import threads
-
-    threads.apply()
+    import_module("ctxfix.threads").apply()
     return True
 
 

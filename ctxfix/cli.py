@@ -58,9 +58,7 @@ def _print_status(report: dict[str, Any]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(
-        box=box.SIMPLE, show_header=False, title=f"ctxfix {report['version']}", title_justify="left"
-    )
+    table = Table(box=box.SIMPLE, show_header=False, title=f"ctxfix {report['version']}", title_justify="left")
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -113,9 +111,7 @@ def _declare_run(commands: "Commands") -> None:
         "Interpreters that ignore PYTHONPATH (-I, -E, -S) are not reached.",
     )
     parser.add_argument("--record", metavar="DIR", help="write what is observed into DIR (CTXFIX_RECORD)")
-    parser.add_argument(
-        "--strict", action="store_true", help="raise failures of ctxfix itself (CTXFIX_STRICT)"
-    )
+    parser.add_argument("--strict", action="store_true", help="raise failures of ctxfix itself (CTXFIX_STRICT)")
     parser.add_argument("cmd", nargs=argparse.REMAINDER, metavar="CMD", help="the command and its arguments")
     parser.set_defaults(carry_out=_run, parser=parser)
 
