@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from fake_cuda import FakeCuda
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT = 60  # seconds, for each process that a test starts
@@ -118,3 +119,37 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, s
         return path
 
     return write
+
+
+# ---- the fake CUDA driver in this process ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def fake_driver() -> FakeCuda:
+    """The rig's fake driver, which stays loaded for the rest of the session."""
+    from rig import MissingSystemPackage, Rig
+
+    try:
+        return FakeCuda(Rig.driver_only().libraries / "libcuda.so.1")
+    except MissingSystemPackage as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def cuda(fake_driver: FakeCuda) -> Iterator[FakeCuda]:
+    """Four fake GPUs, ctxfix attached to them, no context current, nothing registered, counters at hand."""
+    from ctxfix import driver, guard
+    from ctxfix.registry import registry
+
+    assert driver.attach(), driver.problem()
+    while fake_driver.depth():
+        fake_driver.pop()
+    registry._clear()
+    guard._warned.clear()
+    yield fake_driver
+    fake_driver.heal()
+    while fake_driver.depth():
+        fake_driver.pop()
+    registry._clear()

@@ -39,7 +39,9 @@ def test_wheel_holds_both_start_files(wheel: Path) -> None:
         names = archive.namelist()
         assert archive.read("ctxfix-init.pth").startswith(b"import ctxfix._startup")
         module, _, function = archive.read("ctxfix-init.start").decode().strip().partition(":")
-    assert {"ctxfix-init.pth", "ctxfix-init.start", "ctxfix/py.typed", "ctxfix/_bootstrap/sitecustomize.py"} <= set(names)
+    assert {"ctxfix-init.pth", "ctxfix-init.start", "ctxfix/py.typed", "ctxfix/_bootstrap/sitecustomize.py"} <= set(
+        names
+    )
     assert callable(getattr(sys.modules[module], function))
 
 
@@ -82,7 +84,9 @@ def test_target_is_patched_in_a_program_that_does_not_know_ctxfix(installed: Int
     (tmp_path / "nixl_cu12").mkdir()
     (tmp_path / "nixl_cu12" / "_api.py").write_text("")
     # ctxfix is installed alone here, so its patch of NIXL cannot load: the import goes through, with one warning.
-    done = installed.process("-c", "import nixl_cu12._api, nixl_cu12._api as again; print(again.__name__)", cwd=tmp_path)
+    done = installed.process(
+        "-c", "import nixl_cu12._api, nixl_cu12._api as again; print(again.__name__)", cwd=tmp_path
+    )
     assert (done.returncode, done.stdout.strip()) == (0, "nixl_cu12._api")
     (line,) = done.stderr.splitlines()
     assert line.startswith("ctxfix: patching nixl_cu12._api: ModuleNotFoundError: No module named 'wrapt'")

@@ -282,9 +282,7 @@ def _unpack(requirement: str, to: Path, report: Callable[[str], None]) -> None:
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             python = f"{sys.version_info.major}.{sys.version_info.minor}"
-            raise RigError(
-                f"pip could not download {requirement} for Python {python}:\n{done.stderr.strip()}"
-            )
+            raise RigError(f"pip could not download {requirement} for Python {python}:\n{done.stderr.strip()}")
         for wheel in Path(temporary).glob("*.whl"):
             with zipfile.ZipFile(wheel) as archive:
                 archive.extractall(to)
