@@ -28,7 +28,7 @@ def enter(context: int) -> int | None:
     because ``context`` is 0 or already current.
 
     Raises:
-        DriverError: the driver refused the context, e.g. because it was destroyed.
+        DriverError: the driver refused the context, e.g. because it was destroyed, or did not tell the present one.
     """
     previous = driver.current()
     if previous == context or not context:

@@ -23,6 +23,7 @@ from ctxfix.errors import DriverError
 
 _LIBCUDA = "libcuda.so.1"
 _NOT_INITIALIZED = 3
+_NO_CUDA_HERE = (_NOT_INITIALIZED, 4)  # 4: DEINITIALIZED, while the process ends
 
 # CUpointer_attribute of cuda.h, the same in CUDA 12 and 13.
 _CONTEXT = 1
@@ -126,9 +127,18 @@ def initialized() -> bool:
 
 
 def current() -> int:
-    """The context current on this thread, or 0: none, CUDA not initialised, or not in the process. About 0.2 µs."""
+    """The context current on this thread, or 0: none, CUDA not initialised, or not in the process. About 0.2 µs.
+
+    Raises:
+        DriverError: the driver did not say. Then nothing may be set either: it could not be undone.
+    """
     value, ref = _per_thread.out
-    return 0 if _cuCtxGetCurrent(ref) else value.value
+    error = _cuCtxGetCurrent(ref)
+    if not error:
+        return value.value or 0
+    if error in _NO_CUDA_HERE:
+        return 0
+    raise _error("cuCtxGetCurrent", error, "this thread")
 
 
 def set_current(context: int) -> None:

@@ -35,9 +35,9 @@ class FakeCuda:
     # ---- contexts of the calling thread
 
     def current(self) -> int:
+        """The current context, 0: none, -1: made to fail."""
         context = ctypes.c_void_p()
-        self("cuCtxGetCurrent", ctypes.byref(context))
-        return context.value or 0
+        return -1 if self._lib.cuCtxGetCurrent(ctypes.byref(context)) else context.value or 0
 
     def make_current(self, device: int | None) -> None:
         self("cuCtxSetCurrent", ctypes.c_void_p(0 if device is None else self.contexts[device]))

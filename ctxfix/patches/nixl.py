@@ -60,17 +60,18 @@ class _Held:
     def __init__(self, where: str, choose: Callable[[], int]) -> None:
         self._where = where
         self._choose = choose
-        self._previous = 0
+        self._previous: int | None = None
 
     def __enter__(self) -> None:
-        self._previous = driver.current()
         try:
+            self._previous = driver.current()
             affinity.enter(self._choose())
         except Exception as error:  # noqa: BLE001 - the call must go through
             guard.failed(self._where, error)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        affinity.leave(self._previous)
+        if self._previous is not None:
+            affinity.leave(self._previous)
 
 
 def _context_of_agent(agent: Any) -> int:
