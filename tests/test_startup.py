@@ -359,9 +359,7 @@ def test_deactivate_undoes_and_activate_redoes(patch: Patch, package: Write) -> 
     assert ctxfix.activate() and module.patched and _startup.installed()
 
 
-def test_deactivate_tells_who_wrapped_on_top(
-    patch: Patch, package: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deactivate_tells_who_wrapped_on_top(patch: Patch, package: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     removed = []
     sys.modules["ctxfix.threads"].remove = lambda: removed.append(True)  # type: ignore[method-assign]
     package(HOST, "")
@@ -389,9 +387,7 @@ def test_public_names_resolve_on_first_use() -> None:
         ctxfix.nonsense  # noqa: B018
 
 
-def test_threads_are_hooked_with_the_first_host(
-    patch: Patch, package: Write, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_threads_are_hooked_with_the_first_host(patch: Patch, package: Write, caplog: pytest.LogCaptureFixture) -> None:
     calls = []
     sys.modules["ctxfix.threads"].apply = lambda: calls.append(True)  # type: ignore[method-assign]
     package(HOST, "")
@@ -413,7 +409,13 @@ def test_threads_that_cannot_be_hooked_do_not_undo_the_host(patch: Patch, packag
 def test_importing_ctxfix_imports_nothing_else() -> None:
     code = "import os, sys; before = set(sys.modules); import ctxfix; print(*sorted(set(sys.modules) - before))"
     done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.append({str(Path(ctxfix.__file__).parent.parent)!r}); {code}"],
+        [
+            sys.executable,
+            "-I",
+            "-S",
+            "-c",
+            f"import sys; sys.path.append({str(Path(ctxfix.__file__).parent.parent)!r}); {code}",
+        ],
         capture_output=True,
         text=True,
         timeout=60,
