@@ -32,7 +32,7 @@ def write(name: str, title: str, unit: str, rows: dict[str, float], details: dic
         **details,
     }
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n")
+    (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n")
 
 
 def processor() -> str:

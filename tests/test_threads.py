@@ -58,7 +58,7 @@ def affinity(monkeypatch: pytest.MonkeyPatch) -> Iterator[Affinity]:
     assert threads.apply()
     yield affinity
     threads.remove()
-    assert threads._parents == {} and threads._unannounced == []
+    assert threads._bindings == {} and threads._unannounced == []
 
 
 def in_thread(affinity: Affinity, start: Callable[[Callable[[], None]], object]) -> int:
@@ -218,7 +218,7 @@ def test_failing_look_at_the_context_never_stops_start(affinity: Affinity, caplo
     good, affinity.current_context = affinity.current_context, fail  # type: ignore[method-assign]
     ran = threading.Event()
     threading.Thread(target=ran.set).start()
-    assert ran.wait(20) and "reading the context" in caplog.text
+    assert ran.wait(20) and "starting a thread: ValueError: broken" in caplog.text
     affinity.current_context = good  # type: ignore[method-assign]
 
 
@@ -270,7 +270,7 @@ def test_thread_that_cannot_be_started(affinity: Affinity, monkeypatch: pytest.M
     monkeypatch.setattr(threading, threads._STARTER, no_more)
     with pytest.raises(RuntimeError, match="can't start new thread"):
         threading.Thread().start()
-    assert threads._parents == {}
+    assert threads._bindings == {}
 
 
 def test_thread_object_is_left_as_it_was(affinity: Affinity) -> None:
@@ -433,13 +433,13 @@ def test_forked_child_binds_nothing_until_it_has_a_context(affinity: Affinity) -
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 def test_fork_forgets_threads_that_others_were_starting(affinity: Affinity) -> None:
-    threads._parents[1] = 7
+    threads._bindings[1] = list
     threads._unannounced.append("x")
     try:
         with threads._lock:
-            assert forked(lambda: threads._parents == {} and threads._unannounced == [] and threads.apply())
+            assert forked(lambda: threads._bindings == {} and threads._unannounced == [] and threads.apply())
     finally:
-        threads._parents.clear()
+        threads._bindings.clear()
         threads._unannounced.clear()
 
 
