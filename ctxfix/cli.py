@@ -78,10 +78,11 @@ def _print_status(report: dict[str, Any]) -> None:
     python = report["python"]
     row("interpreter", f"{python['implementation']} {python['version']}", python["executable"])
     row("package", "", report["location"])
-    for file in report["start_files"]:
+    files = report["start_files"]
+    for file in [file for file in files if file["runs"]] or files:
         why = f" ({file['reason']})" if file["reason"] else ""
         row("start-up file", "on" if file["runs"] else "off", file["path"] + why)
-    if not report["start_files"]:
+    if not files:
         row("start-up file", "missing", "interpreters are served by `ctxfix run` or `import ctxfix` only")
     for name, target in report["targets"].items():
         version = f"version {target['version']}" if target["version"] else ""
@@ -99,7 +100,8 @@ def _print_status(report: dict[str, Any]) -> None:
         row(f"count {name}", str(value))
     for where, failure in report["failures"].items():
         row("failure", "failed", f"{where}: {failure}")
-    Console().print(table)
+    # Rich takes anything but a terminal to be 80 columns wide, and would fold paths in a log.
+    Console(width=None if sys.stdout.isatty() else 500).print(table)
 
 
 def _declare_run(commands: "Commands") -> None:

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Python threads start in a CUDA context, if it is clear in which.
 
-Two methods of ``threading.Thread`` are replaced by plain guarded functions. ``start`` notes what is current
-where the thread is started; ``_bootstrap_inner``, the first code of every Python thread, binds. Between them
-they see Thread targets, overrides of ``run``, Timer, executors with their initializers, ThreadPool and
-``asyncio.to_thread``. Wrapping ``run`` would miss subclasses and Timer. Threads made by
-``_thread.start_new_thread`` alone are left to the call hooks.
+Two methods of ``threading.Thread`` are replaced by plain guarded functions. ``start`` looks at what is current where a
+thread is started; ``_bootstrap_inner``, the first code of every Python thread, binds. Between them they see Thread
+targets, overrides of ``run``, Timer, executors with their initializers, ThreadPool and ``asyncio.to_thread``. Wrapping
+``run`` would miss subclasses and Timer. Threads made by ``_thread.start_new_thread`` alone are left to the call hooks.
 
 Until a host is patched ``ctxfix.affinity`` is not imported, and neither function does anything.
 """
@@ -13,7 +12,8 @@ Until a host is patched ``ctxfix.affinity`` is not imported, and neither functio
 import os
 import sys
 import threading
-from functools import wraps
+from collections.abc import Callable
+from functools import partial, wraps
 from types import BuiltinFunctionType
 from typing import Any
 
@@ -27,12 +27,11 @@ _STARTER = "_start_joinable_thread" if sys.version_info >= (3, 13) else "_start_
 _lock = threading.Lock()
 _replaced: dict[str, Any] = {}  # method name -> what we found there
 _ours: dict[str, Any] = {}  # method name -> what we put there
-# id(thread) -> the context current where it is being started. `start` waits until the thread has begun, so an
-# entry lives no longer than the call: no attribute on the thread, no reference to it, no id that is used
-# again.
-_parents: dict[int, int] = {}
+# id(thread) -> what binds it, while it is being started. `start` waits until the thread has begun, so an entry lives no
+# longer than that call: no attribute on the thread, no reference to it, no id that is used again.
+_bindings: dict[int, Callable[[], None]] = {}
 _in_fork_child = False
-_unannounced: list[str] = []  # failures in threads that had just begun, to be logged by whoever started them
+_unannounced: list[str] = []  # failures that `start` is to tell of, once the thread has begun
 
 
 def green() -> str:
@@ -57,52 +56,39 @@ def green() -> str:
     return ""
 
 
-def _current_context() -> int:
-    """Return the caller's CUDA context as an integer, 0 if there is none. Never raises."""
+def _plan() -> Callable[[], None] | None:
+    """Return what binds a thread that the caller is about to start; None if it is to be left alone. Never raises."""
+    global _in_fork_child
     affinity = sys.modules.get("ctxfix.affinity")
-    current_context = getattr(affinity, "current_context", None)  # None: half imported
-    if current_context is None:
-        return 0
+    if affinity is None:
+        return None
     try:
-        context: int = current_context()
+        bind = getattr(affinity, "bind_new_thread", None)
+        if bind is None:  # half imported
+            return None
+        context = affinity.current_context()
+        if context:
+            _in_fork_child = False  # the child has CUDA of its own
+        if _in_fork_child or green():
+            return None
+        return partial(bind, context)
     except Exception as error:
-        _startup.note_failure("reading the context in Thread.start", error)
-        return 0
-    return context
-
-
-def _bind(thread: threading.Thread) -> None:
-    """Bind the calling thread, which has just begun as ``thread``. Never raises, logs or waits."""
-    # Nothing may escape, of any kind: `Thread.start` would wait for ever for the thread to report. Logging
-    # waits until `start` has returned, because it would ask for the current thread, which is not registered
-    # yet.
-    try:
-        bind = getattr(sys.modules.get("ctxfix.affinity"), "bind_new_thread", None)
-        if bind is not None and not _in_fork_child and not green():
-            bind(_parents.get(id(thread), 0))
-    except BaseException as error:
-        try:
-            place = "binding a new thread"
-            if _startup.remember_failure(place, error):
-                _unannounced.append(f"{place}: {_startup.failures[place]}")
-        except BaseException:
-            pass
+        _keep("starting a thread", error)
+        return None
 
 
 def _wrap_start(original: Any) -> Any:
     @wraps(original)
     def start(self: threading.Thread) -> None:
-        global _in_fork_child
-        context = _current_context()
-        if not context:
+        binding = _plan()
+        if binding is None:
             original(self)
         else:
-            _in_fork_child = False  # the child has CUDA of its own
-            _parents[id(self)] = context
+            _bindings[id(self)] = binding
             try:
                 original(self)
             finally:
-                _parents.pop(id(self), None)
+                _bindings.pop(id(self), None)
         if _unannounced:
             _announce()
 
@@ -112,14 +98,32 @@ def _wrap_start(original: Any) -> Any:
 def _wrap_bootstrap_inner(original: Any) -> Any:
     @wraps(original)
     def _bootstrap_inner(self: threading.Thread) -> None:
-        _bind(self)
+        # Nothing may escape, of any kind: `Thread.start` would wait for ever for the thread to report. Nothing is
+        # logged here: that would ask for the current thread, which is not registered yet. And little is done here: in
+        # a new thread, with cold caches, an attribute look-up costs half a microsecond, ten times what it does in
+        # `start`.
+        try:
+            binding = _bindings.get(id(self))
+            if binding is not None:
+                binding()
+        except BaseException as error:
+            _keep("binding a new thread", error)
         original(self)
 
     return _bootstrap_inner
 
 
+def _keep(place: str, error: BaseException) -> None:
+    """Remember a failure for ``start`` to tell of. Never raises."""
+    try:
+        if _startup.remember_failure(place, error):
+            _unannounced.append(f"{place}: {_startup.failures[place]}")
+    except BaseException:
+        pass
+
+
 def _announce() -> None:
-    """Log what went wrong in a new thread, from the one that started it. In strict mode raises CtxfixError."""
+    """Log what went wrong with a thread, once it has begun. In strict mode raises CtxfixError."""
     try:
         message = _unannounced.pop()
     except IndexError:  # another thread was quicker
@@ -134,7 +138,7 @@ def _after_fork_in_child() -> None:
     # none.
     global _in_fork_child, _lock
     _in_fork_child = True
-    _parents.clear()
+    _bindings.clear()
     _unannounced.clear()
     _lock = threading.Lock()  # another thread may have held it
 

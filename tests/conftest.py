@@ -45,9 +45,14 @@ class Interpreter:
 
 
 def run(command: list[str], cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run ``command`` in a clean environment with ``environment`` added."""
+    """Run ``command`` in a clean environment with ``environment`` added, and not in the checkout."""
     return subprocess.run(
-        command, env=clean_environment(**environment), cwd=cwd, capture_output=True, text=True, timeout=TIMEOUT
+        command,
+        env=clean_environment(**environment),
+        cwd=cwd or Path(command[0]).parent,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
     )
 
 

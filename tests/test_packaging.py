@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Interpreter, make_venv, pip
+from conftest import ROOT, Interpreter, make_venv, pip, run
 
 FINDERS = "import sys; print(sum(type(f).__module__ == 'ctxfix._startup' for f in sys.meta_path))"
 # A multiprocessing child tells how many finders of ours it has; ctxfix is not named.
@@ -102,20 +103,25 @@ def test_sitecustomize_of_the_program_is_untouched(installed: Interpreter, tmp_p
 
 def test_editable_install(tmp_path: Path) -> None:
     python = make_venv(tmp_path / "venv")
-    pip("--python", str(python.executable), "install", "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
-    assert (python.site_packages / "ctxfix-init.pth").is_file()
-    assert (python.site_packages / "ctxfix-init.start").is_file()
+    # As `pip install --editable` does it, but with the build backend of the environment that runs the tests.
+    build = "import sys; from hatchling.build import build_editable; print(build_editable(sys.argv[1]))"
+    built = run([sys.executable, "-c", build, str(tmp_path)], cwd=ROOT)
+    assert built.returncode == 0, built.stderr
+    wheel = next(tmp_path.glob("*.whl"))
+    pip("--python", str(python.executable), "install", "--no-deps", "--no-index", str(wheel))
+    start_files = [python.site_packages / name for name in ("ctxfix-init.pth", "ctxfix-init.start")]
+    assert all(file.is_file() for file in start_files)
     assert python(FINDERS) == python(FINDERS, "-I") == "1"
     assert python("import ctxfix; print(ctxfix.__file__)") == str(ROOT / "ctxfix" / "__init__.py")
     pip("--python", str(python.executable), "uninstall", "--yes", "ctxfix")
-    assert python(FINDERS) == "0" and not (python.site_packages / "ctxfix-init.pth").exists()
+    assert python(FINDERS) == "0" and not any(file.exists() for file in start_files)
 
 
 def test_target_install_waits_for_the_import_and_says_so(bare: Interpreter, target_folder: Path) -> None:
     assert (target_folder / "ctxfix-init.pth").is_file()
     assert bare(FINDERS, PYTHONPATH=str(target_folder)) == "0"
     code = "import ctxfix, json; s = ctxfix.status(); print(json.dumps([s['reason'], s['start_files']]))"
-    reason, (file,) = __import__("json").loads(bare(code, PYTHONPATH=str(target_folder)))
+    reason, (file,) = json.loads(bare(code, PYTHONPATH=str(target_folder)))
     assert reason == "activated by: import ctxfix"
     assert file["path"] == os.path.realpath(target_folder / "ctxfix-init.pth")
     assert not file["runs"] and "ctxfix run" in file["reason"]

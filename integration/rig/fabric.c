@@ -109,12 +109,17 @@ static const char *device_text(int device, char text[12])
     return text;
 }
 
-static void record(const char *op, const void *buf, size_t len, const struct fakecuda_look *look, long rc)
+static const char *verdict_of(const struct fakecuda_look *look)
+{
+    return look->owner < 0 ? "host" : look->right ? "right" : look->current < 0 ? "none" : "wrong";
+}
+
+static void record(const char *op, const void *buf, size_t len, const struct fakecuda_look *look,
+                   const char *verdict, long rc)
 {
     if (posts_fd < 0)
         return;
     char line[320], owner[12], current[12];
-    const char *verdict = look->owner < 0 ? "host" : look->right ? "right" : look->current < 0 ? "none" : "wrong";
     int n = snprintf(line, sizeof line,
                      "{\"op\":\"%s\",\"pid\":%d,\"tid\":%ld,\"buf\":%llu,\"len\":%zu,\"owner\":%s,\"current\":%s,"
                      "\"verdict\":\"%s\",\"rc\":%ld}\n",
@@ -168,7 +173,7 @@ static const void *original_of(const void *copy)
     struct fakecuda_look look;                  \
     look_at((buf), &look);                      \
     ssize_t rc = (call);                        \
-    record((op), (buf), (len), &look, rc);      \
+    record((op), (buf), (len), &look, verdict_of(&look), rc);     \
     return rc
 
 static ssize_t post_write(struct fid_ep *ep, const void *buf, size_t len, void *desc, fi_addr_t to, uint64_t addr,
@@ -218,29 +223,35 @@ static int set_option(fid_t fid, int level, int option, const void *value, size_
 
 /* A completion names no buffer. The owner recorded is the device of all GPU memory registered in this
  * process, as long as that is one device: enough to see on whose behalf a progress thread works. */
-static const void *registered; /* some address of it */
-static int registered_device = -1;
+static struct {
+    const void *address; /* some registered GPU memory */
+    int device;
+    bool several;
+} registered = {.device = -1};
 
 static void remember_registered(const void *address, int device)
 {
+    if (device < 0)
+        return;
     pthread_mutex_lock(&lock);
-    if (device >= 0 && (registered_device < 0 || registered_device == device))
-        registered = address, registered_device = device;
-    else if (device >= 0)
-        registered = NULL; /* several devices: no single owner */
+    registered.several |= registered.device >= 0 && registered.device != device;
+    registered.address = address, registered.device = device;
     pthread_mutex_unlock(&lock);
 }
 
 static ssize_t completed(ssize_t count)
 {
-    if (count > 0) {
-        struct fakecuda_look look;
-        pthread_mutex_lock(&lock);
-        const void *address = registered;
-        pthread_mutex_unlock(&lock);
-        look_at(address, &look);
-        record("completion", address, 0, &look, count);
-    }
+    if (count <= 0)
+        return count;
+    struct fakecuda_look look;
+    pthread_mutex_lock(&lock);
+    const void *address = registered.address;
+    bool several = registered.several;
+    pthread_mutex_unlock(&lock);
+    look_at(address, &look);
+    if (several)
+        look.owner = -1;
+    record("completion", NULL, 0, &look, several ? "unknown" : verdict_of(&look), count);
     return count;
 }
 
@@ -292,7 +303,8 @@ static int mr_regattr(struct fid *domain, const struct fi_mr_attr *attr, uint64_
     int rc = original->regattr(domain, &changed, flags, mr);
     if (!rc)
         remember_registered(attr->mr_iov[0].iov_base, look.owner);
-    record("register", attr->mr_iov[0].iov_base, attr->mr_iov[0].iov_len, &look, rc);
+    record("register", attr->mr_iov[0].iov_base, attr->mr_iov[0].iov_len, &look,
+           verdict_of(&look), rc);
     return rc;
 }
 

@@ -182,7 +182,7 @@ API unsigned long fakecuda_calls(const char *name)
         plain_name(name, wanted);
     pthread_mutex_lock(&lock);
     for (int i = 0; i < counter_count; i++)
-        if (!name || !strcmp(counters[i].name, wanted))
+        if (name ? !strcmp(counters[i].name, wanted) : strcmp(counters[i].name, "cuGetProcAddress"))
             calls += counters[i].calls;
     pthread_mutex_unlock(&lock);
     return calls;
@@ -468,8 +468,6 @@ static void destroy(struct context *context)
         else
             link = &(*link)->next;
     }
-    if (depth && stack[depth - 1] == context)
-        depth--; /* only from the caller's own stack: other threads keep the dead handle */
 }
 
 /* Current context of this thread, if work can be done in it. */
@@ -563,6 +561,8 @@ API CUresult cuCtxDestroy_v2(CUcontext context)
         result = CUDA_ERROR_INVALID_CONTEXT;
     if (!result)
         destroy(context);
+    if (!result && depth && stack[depth - 1] == context)
+        depth--; /* from the caller's own stack only: other threads keep the dead handle */
     pthread_mutex_unlock(&lock);
     return result;
 }

@@ -15,8 +15,8 @@
  * At start: FAKECUDA_FAIL="name:error[:first[:times]],...", where `first` counts calls from 1. */
 int fakecuda_fail(const char *name, int error, unsigned after, unsigned times);
 
-/* Calls so far of one driver function, or of all of them together (name NULL). Calls that the fake runtime
- * makes count too, as the real runtime's would. */
+/* Calls so far of one driver function, or of all of them together (name NULL; looking up functions with
+ * cuGetProcAddress is left out of that). Calls that the fake runtime makes count too. */
 unsigned long fakecuda_calls(const char *name);
 void fakecuda_reset_calls(void);
 

@@ -54,7 +54,8 @@ class Post:
 
     op is "write" or "read" (a post), "register" (a memory registration of GPU memory) or "completion" (a read
     of the completion queue that gave rc entries). owner and current are device ordinals, or None.
-    verdict: "right", "wrong" (another context was current), "none" (no context was), or "host".
+    verdict: "right", "wrong" (another context was current), "none" (no context was), "host" (not GPU memory),
+    or "unknown" (a completion in a process that registered memory of several GPUs).
     """
 
     op: str
