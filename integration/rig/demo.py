@@ -35,6 +35,14 @@ FAULTS = {"thread": "none", "thread, forkserver": "none", "wrong-context": "wron
 NIXL_DECIDES = {("wrong-devid", "1.4.0"), ("vmm", "1.4.0")}
 
 
+LEGEND = """\
+right: the memory's own; wrong: another GPU's; none: no context at all
+† the posting thread's contexts are not what they were before the transfer
+* NIXL 1.4.0 sets the context inside the post: by the devId it was told, and never
+  for memory that has none. Hooks around the call cannot change that.
+"""
+
+
 @dataclass
 class Cell:
     """A row's outcome without and with ctxfix, for one version."""
@@ -107,14 +115,7 @@ def run_all(
 
 
 def draw(rows: list[str], versions: list[str], cells: dict[tuple[str, str], Cell]) -> Table:
-    table = Table(
-        title="In whose context are the posts made?",
-        caption="right: the memory's own; wrong: another GPU's; none: no context at all\n"
-        "† the posting thread's contexts are not what they were before\n"
-        "* NIXL 1.4.0 sets the context inside the post: by the devId it was told, and never\n"
-        "  for memory without a context. Hooks around the call cannot change that.",
-        caption_justify="left",
-    )
+    table = Table(title="In whose context are the posts made?")
     table.add_column("the application", no_wrap=True)
     for version in versions:
         table.add_column(f"{version}\nwithout", no_wrap=True)
@@ -158,6 +159,7 @@ def main(arguments: list[str] | None = None) -> int:
         progress.update(task, description="done")
 
     console.print(draw(rows, versions, cells))
+    console.print(LEGEND, markup=False)
     complaints = [complaint for cell in cells.values() for complaint in cell.complaints]
     for complaint in complaints:
         console.print(complaint, style="red", markup=False, soft_wrap=True)

@@ -20,6 +20,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -186,17 +187,20 @@ class Rig:
         posts.unlink(missing_ok=True)
         command = [sys.executable, str(HERE / "transfer.py"), mode, "--deadline", str(deadline), *options]
         with log.open("w") as out:
-            # transfer.py kills its processes at the deadline; the timeout here is for transfer.py itself.
+            env = self.env(nixl, posts=posts, **extra)
+            process = subprocess.Popen(
+                command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            # transfer.py kills its children at the deadline. Should it hang itself, or should we be
+            # interrupted, all of them go: NIXL tries again for ever when its peer is dead.
             try:
-                subprocess.run(
-                    command,
-                    env=self.env(nixl, posts=posts, **extra),
-                    stdout=out,
-                    stderr=subprocess.STDOUT,
-                    timeout=deadline + 20,
-                )
+                process.wait(deadline + 20)
             except subprocess.TimeoutExpired:
                 out.write(f"\nno end after {deadline + 20} s\n")
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
         said = [line for line in log.read_text(errors="replace").splitlines() if line.startswith('{"mode"')]
         failed = {"mode": mode, "state": "CRASH", "data_ok": False, "error": f"no result, see {log}"}
         return Outcome(json.loads(said[-1]) if said else failed, read_posts(posts), log)
