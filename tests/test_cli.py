@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import Interpreter, run
+from environments import Interpreter, run
 
 import ctxfix
 from ctxfix import _startup, cli

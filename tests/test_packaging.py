@@ -10,7 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Interpreter, make_venv, pip, run
+from environments import ROOT, Interpreter, make_venv, pip, run
 
 FINDERS = "import sys; print(sum(type(f).__module__ == 'ctxfix._startup' for f in sys.meta_path))"
 # A multiprocessing child tells how many finders of ours it has; ctxfix is not named.

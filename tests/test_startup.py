@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import clean_environment
+from environments import clean_environment
 
 import ctxfix
 from ctxfix import _startup
