@@ -22,9 +22,7 @@ from rig import VERSIONS, Outcome, Rig, RigError
 from transfer import MODES
 
 # mode of transfer.py -> options; two modes of it are left to the tests, being about limits
-ROWS: dict[str, tuple[str, tuple[str, ...]]] = {
-    mode: (mode, ()) for mode in MODES if mode not in ("mixed", "dram")
-}
+ROWS: dict[str, tuple[str, tuple[str, ...]]] = {mode: (mode, ()) for mode in MODES if mode not in ("mixed", "dram")}
 ROWS["thread, forkserver"] = ("thread", ("--start-method", "forkserver"))
 
 # Without ctxfix, 1.1.0 must show these, or the rig proves nothing.
@@ -97,9 +95,7 @@ def show(outcome: Outcome) -> str:
     return f"[{colour}]{describe_posts(outcome)}[/]{changed}{failed}"
 
 
-def run_all(
-    rig: Rig, rows: list[str], versions: list[str], tick: Callable[[str], None]
-) -> dict[tuple[str, str], Cell]:
+def run_all(rig: Rig, rows: list[str], versions: list[str], tick: Callable[[str], None]) -> dict[tuple[str, str], Cell]:
     cells = {}
     for row in rows:
         mode, options = ROWS[row]
@@ -128,13 +124,9 @@ def draw(rows: list[str], versions: list[str], cells: dict[tuple[str, str], Cell
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--row", action="append", choices=ROWS, help="only this row; may be repeated")
-    parser.add_argument(
-        "--nixl", action="append", choices=VERSIONS, help="only this version; may be repeated"
-    )
+    parser.add_argument("--nixl", action="append", choices=VERSIONS, help="only this version; may be repeated")
     chosen = parser.parse_args(arguments)
     rows, versions = chosen.row or list(ROWS), chosen.nixl or list(VERSIONS)
     os.environ.pop("CTXFIX_DISABLE", None)  # a shell that has it set would show no cure

@@ -671,9 +671,7 @@ def main(arguments: list[str]) -> int:
             return 2
         return 0
     # In a process of its own too: this one stays free of CUDA, and so do the checks it starts.
-    told = subprocess.run(
-        [sys.executable, os.path.abspath(__file__), "--describe"], capture_output=True, text=True
-    )
+    told = subprocess.run([sys.executable, os.path.abspath(__file__), "--describe"], capture_output=True, text=True)
     report = json.loads(told.stdout or json.dumps({"error": told.stderr[-300:]}))
     if "error" in report:
         print(json.dumps(report))
@@ -686,9 +684,7 @@ def main(arguments: list[str]) -> int:
         else:
             checks[name] = run_one(name)
     print(json.dumps(report))
-    return int(
-        any("differs" in entry or ("error" in entry and name in PINNED) for name, entry in checks.items())
-    )
+    return int(any("differs" in entry or ("error" in entry and name in PINNED) for name, entry in checks.items()))
 
 
 if __name__ == "__main__":

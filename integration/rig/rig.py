@@ -188,9 +188,7 @@ class Rig:
         command = [sys.executable, str(HERE / "transfer.py"), mode, "--deadline", str(deadline), *options]
         with log.open("w") as out:
             env = self.env(nixl, posts=posts, **extra)
-            process = subprocess.Popen(
-                command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-            )
+            process = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
             # transfer.py kills its children at the deadline. Should it hang itself, or should we be
             # interrupted, all of them go: NIXL tries again for ever when its peer is dead.
             try:
@@ -350,9 +348,7 @@ def _unpack(requirement: str, to: Path, report: Callable[[str], None]) -> None:
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             python = f"{sys.version_info.major}.{sys.version_info.minor}"
-            raise RigError(
-                f"pip could not download {requirement} for Python {python}:\n{done.stderr.strip()}"
-            )
+            raise RigError(f"pip could not download {requirement} for Python {python}:\n{done.stderr.strip()}")
         for wheel in Path(temporary).glob("*.whl"):
             with zipfile.ZipFile(wheel) as archive:
                 archive.extractall(to)

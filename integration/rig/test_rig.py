@@ -108,9 +108,7 @@ def test_two_preparations_at_once_both_succeed(tmp_path: Path, fake_driver: Rig)
 
 def test_without_a_compiler_the_packages_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
-    with pytest.raises(
-        MissingSystemPackage, match="apt-get install -y gcc libc6-dev libfabric-dev libhwloc15"
-    ):
+    with pytest.raises(MissingSystemPackage, match="apt-get install -y gcc libc6-dev libfabric-dev libhwloc15"):
         Rig.driver_only(root=tmp_path)
 
 
