@@ -156,9 +156,7 @@ def main(arguments: list[str] | None = None) -> int:
     for complaint in complaints:
         console.print(complaint, style="red", markup=False, soft_wrap=True)
     if not complaints:
-        console.print(
-            "The fault shows without ctxfix; with it, only what is marked * is left.", style="green"
-        )
+        console.print("The fault shows without ctxfix; with it, only what is marked * is left.", style="green")
     return 1 if complaints else 0
 
 
