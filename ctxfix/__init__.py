@@ -1,4 +1,68 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every thread that touches a GPU transfer runs in the CUDA context of the memory it touches."""
+"""Every thread that touches a GPU transfer runs in the CUDA context of the memory it touches.
+
+Importing the package activates it: one import finder is installed, which patches a host (NIXL, …) when the
+program imports it. Nothing else is loaded before that; the names below resolve on first use.
+"""
+
+from ctxfix import _startup
+
+TYPE_CHECKING = False  # `typing` is not loaded at interpreter start; type checkers know the bare name
+if TYPE_CHECKING:
+    from ctxfix._status import status
+    from ctxfix.activation import activate, deactivate, patch_nixl, unpatch_nixl
+    from ctxfix.affinity import bound
+    from ctxfix.counters import snapshot as stats
+    from ctxfix.errors import CtxfixError, DriverError, PatchError, SettingsError, UnknownOwnerError
+    from ctxfix.native import native_threads
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "CtxfixError",
+    "DriverError",
+    "PatchError",
+    "SettingsError",
+    "UnknownOwnerError",
+    "activate",
+    "bound",
+    "deactivate",
+    "native_threads",
+    "patch_nixl",
+    "stats",
+    "status",
+    "unpatch_nixl",
+]
+
+_HOMES = {
+    "CtxfixError": ("ctxfix.errors", "CtxfixError"),
+    "DriverError": ("ctxfix.errors", "DriverError"),
+    "PatchError": ("ctxfix.errors", "PatchError"),
+    "SettingsError": ("ctxfix.errors", "SettingsError"),
+    "UnknownOwnerError": ("ctxfix.errors", "UnknownOwnerError"),
+    "activate": ("ctxfix.activation", "activate"),
+    "bound": ("ctxfix.affinity", "bound"),
+    "deactivate": ("ctxfix.activation", "deactivate"),
+    "native_threads": ("ctxfix.native", "native_threads"),
+    "patch_nixl": ("ctxfix.activation", "patch_nixl"),
+    "stats": ("ctxfix.counters", "snapshot"),
+    "status": ("ctxfix._status", "status"),
+    "unpatch_nixl": ("ctxfix.activation", "unpatch_nixl"),
+}
+
+
+def __getattr__(name: str) -> object:
+    """Load a public name from its module, once."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ctxfix' has no attribute {name!r}")
+    module, attribute = _HOMES[name]
+    value = globals()[name] = getattr(__import__(module, fromlist=(attribute,)), attribute)
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the public names, loaded or not."""
+    return sorted({*globals(), *_HOMES})
+
+
+_startup.install()

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+# make demo   the bug and its end on real NIXL, no GPU needed
+# make test   all tests that need no GPU
+# make lint   ruff, strict types
+# Everything is set up in $(VENV) and .rig/ on first use. Another interpreter: make test PYTHON=python3.12 VENV=.venv-3.12
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint bench clean
+
+$(VENV)/ready: pyproject.toml integration/prerequisites.sh $(wildcard hatch_build.py ctxfix/native/*.c)
+	@sh integration/prerequisites.sh $(PYTHON)
+	@echo "setting up $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=24'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+demo: $(VENV)/ready
+	@$(BIN)/python integration/rig/demo.py
+
+test: $(VENV)/ready
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/ready
+	$(BIN)/python benchmarks/post.py
+	$(BIN)/python benchmarks/startup.py
+
+clean:
+	rm -rf .venv* .rig build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is on, off or pending in this process, and why.
+
+Loads no host, no CUDA and nothing of a host's: versions come from the metadata of installed distributions.
+"""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import site
+import sys
+from dataclasses import asdict
+from importlib import import_module
+from typing import Any
+
+from ctxfix import _startup
+
+START_FILES = ("ctxfix-init.pth", "ctxfix-init.start")
+
+
+def status() -> dict[str, Any]:
+    """Tell all about ctxfix in this process, as plain data whose keys stay from release to release."""
+    import ctxfix
+
+    return {
+        "version": ctxfix.__version__,
+        "location": os.path.dirname(os.path.abspath(ctxfix.__file__)),
+        "python": {
+            "version": platform.python_version(),
+            "implementation": platform.python_implementation(),
+            "executable": sys.executable,
+        },
+        "active": _startup.installed(),
+        "reason": _reason(),
+        "start_files": _start_files(),
+        "started_by": _startup.started_by,
+        "targets": {name: _target(name) for name in _startup.TARGETS},
+        "threads": _threads(),
+        "native": _native(),
+        "libraries": {name: _version(name) for name in ("cuda-python", "cuda-bindings", "wrapt")},
+        "settings": _settings(),
+        "counters": _counters(),
+        "failures": dict(_startup.failures),
+    }
+
+
+def _reason() -> str:
+    """Say why ctxfix is on or off here."""
+    off = _startup.off_reason()
+    if off:
+        return off
+    if not _startup.installed():
+        return "ctxfix.deactivate() was called, or sys.meta_path was emptied"
+    return f"activated by: {_startup.started_by}"
+
+
+def _start_files() -> list[dict[str, Any]]:
+    """Find our start-up files. One in no site directory never runs: after ``pip install --target``, say."""
+    directories = [os.path.realpath(entry) for entry in site.getsitepackages()]
+    if site.ENABLE_USER_SITE:
+        directories.append(os.path.realpath(site.getusersitepackages()))
+    places = dict.fromkeys([os.path.realpath(entry or os.curdir) for entry in sys.path] + directories)
+    name = START_FILES[sys.version_info >= (3, 15)]
+    found = []
+    for place in places:
+        path = os.path.join(place, name)
+        if not os.path.isfile(path):
+            continue
+        if sys.flags.no_site:
+            reason = "this interpreter runs with -S, which reads no start-up files"
+        elif place not in directories:
+            reason = "Python reads start-up files in site directories only; use `ctxfix run` or import ctxfix"
+        else:
+            reason = ""
+        found.append({"path": path, "runs": not reason, "reason": reason})
+    return found
+
+
+def _target(name: str) -> dict[str, Any]:
+    """State of one target: not installed, pending, imported (but not patched), patched or failed."""
+    package = name.partition(".")[0]
+    version = _version(package.replace("_", "-"))
+    outcome = _startup.outcomes.get(name, "")
+    state, _, reason = outcome.partition(": ")
+    if outcome:
+        return {"version": version, "state": state, "reason": reason}
+    if name in sys.modules:
+        why = _startup.off_reason() or "imported before ctxfix, or unpatched; ctxfix.activate() patches it"
+        return {"version": version, "state": "imported", "reason": why}
+    if version is None and not _findable(package):
+        return {"version": None, "state": "not installed", "reason": ""}
+    if _startup.installed() and _startup.wanted(name):
+        return {"version": version, "state": "pending", "reason": "patched when it is imported"}
+    why = _startup.off_reason() or "unpatched, or ctxfix.deactivate() was called"
+    return {"version": version, "state": "off", "reason": why}
+
+
+def _findable(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _threads() -> dict[str, Any]:
+    threads = sys.modules.get("ctxfix.threads")
+    if threads is None:
+        return {
+            "installed": False,
+            "reason": "installed when the first host is patched, or by ctxfix.activate()",
+        }
+    result: dict[str, Any] = threads.status()
+    return result
+
+
+def _native() -> dict[str, Any]:
+    """State of the C extension, which is optional."""
+    try:
+        built = bool(import_module("ctxfix.native").available())
+    except Exception as error:
+        return {"available": False, "reason": f"not built ({type(error).__name__}: {error})"}
+    return {"available": built, "reason": "" if built else "not built"}
+
+
+def _settings() -> dict[str, Any]:
+    try:
+        settings: dict[str, Any] = asdict(import_module("ctxfix.settings").current())
+    except Exception as error:
+        return {"problems": [f"the settings cannot be read: {type(error).__name__}: {error}"]}
+    settings["problems"] = list(settings["problems"])
+    return settings
+
+
+def _counters() -> dict[str, int]:
+    counters = sys.modules.get("ctxfix.counters")
+    return dict(counters.snapshot()) if counters is not None else {}

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Switching ctxfix on and off by hand. Importing the package switches on all that most programs need."""
+
+import sys
+from importlib import import_module
+
+from ctxfix import _startup
+from ctxfix.errors import PatchError
+
+_NIXL = "ctxfix.patches.nixl"
+
+
+def activate() -> bool:
+    """Switch everything on, also what would wait for a host: patches, and the hook of Python threads.
+
+    Idempotent; undoes ``deactivate()`` and ``unpatch_*()``, and tries again what failed. Whether ctxfix is on
+    now: CTXFIX_DISABLE wins. In strict mode raises PatchError if an imported host cannot be patched.
+    """
+    if _startup.off_reason():
+        return False
+    _startup.unwanted.clear()
+    _startup.install()
+    for name, outcome in dict(_startup.outcomes).items():
+        if outcome != "patched":
+            _startup.raise_if_strict(name, _startup.patch_present(name))
+    import_module("ctxfix.affinity")  # the thread hook does nothing without it
+    import_module("ctxfix.threads").apply()
+    return True
+
+
+def deactivate() -> None:
+    """Take the import finder, the thread hook and every patch away. Idempotent.
+
+    Raises PatchError, when all else is undone, if something was wrapped on top of a patch of ours by somebody
+    else.
+    """
+    _startup.uninstall()
+    problems = []
+    for name in (*sorted(set(_startup.TARGETS.values())), "ctxfix.threads"):
+        module = sys.modules.get(name)
+        if module is None:
+            continue
+        try:
+            module.remove()
+        except PatchError as error:
+            problems.append(str(error))
+    if problems:
+        raise PatchError("ctxfix is not wholly off. " + " ".join(problems))
+
+
+def patch_nixl() -> dict[str, str]:
+    """Patch NIXL wherever it is imported, now or later. Idempotent.
+
+    Returns for each of NIXL's modules "patched", "pending" (not imported yet), "failed: …" or "off: …".
+    In strict mode raises PatchError.
+    """
+    return _patch(_NIXL)
+
+
+def unpatch_nixl() -> dict[str, str]:
+    """Take NIXL's patches off and leave later imports of it alone. Idempotent.
+
+    Returns for each of NIXL's modules "not patched". Raises PatchError if somebody wrapped NIXL after us.
+    """
+    return _unpatch(_NIXL)
+
+
+def _patch(patch: str) -> dict[str, str]:
+    reason = _startup.off_reason()
+    names = _targets_of(patch)
+    if reason:
+        return {name: f"off: {reason}" for name in names}
+    _startup.unwanted.discard(patch)
+    _startup.install()
+    for name in names:
+        _startup.raise_if_strict(name, _startup.patch_present(name))
+    return {name: _startup.outcomes.get(name, "pending") for name in names}
+
+
+def _unpatch(patch: str) -> dict[str, str]:
+    _startup.unwanted.add(patch)
+    module = sys.modules.get(patch)
+    if module is not None:
+        module.remove()
+    for name in _targets_of(patch):
+        _startup.outcomes.pop(name, None)
+    return {name: "not patched" for name in _targets_of(patch)}
+
+
+def _targets_of(patch: str) -> list[str]:
+    return [name for name, home in _startup.TARGETS.items() if home == patch]

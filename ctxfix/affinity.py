@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who sets the context, when, and how it is undone.
+
+A call on memory runs in the context of that memory's owner: :func:`enter` makes it current and returns a token,
+:func:`leave` gives the caller's own context back. A thread that starts is bound once, by :func:`bind_new_thread`, to
+what :func:`preferred` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ctxfix import counters, driver, guard
+from ctxfix.driver import Owner
+from ctxfix.errors import DriverError, UnknownOwnerError
+from ctxfix.registry import registry
+
+_rebinds = counters.ticker("rebinds")
+_restores = counters.ticker("restores")
+
+
+def enter(context: int) -> int | None:
+    """Make ``context`` current on this thread if it is not already.
+
+    Returns the context that was current before (0: none), to be given to :func:`leave`; None if nothing was changed
+    because ``context`` is 0 or already current.
+
+    Raises:
+        DriverError: the driver refused the context, e.g. because it was destroyed, or did not tell the present one.
+    """
+    previous = driver.current()
+    if previous == context or not context:
+        return None
+    driver.set_current(context)
+    next(_rebinds)
+    return previous
+
+
+def leave(previous: int) -> None:
+    """Undo :func:`enter`: make ``previous`` current again, if it is not. Never raises outside strict mode."""
+    try:
+        if driver.current() != previous:
+            try:
+                driver.set_current(previous)
+            except DriverError:
+                driver.set_current(0)  # destroyed meanwhile: better no context than a dead one, or ours
+                raise
+            next(_restores)
+    except Exception as error:  # noqa: BLE001 - the application's call has succeeded: it must not see this
+        guard.failed("affinity.leave", error)
+
+
+def preferred(parent: int = 0) -> int:
+    """The context for a thread of whose memory nothing is known; 0: none, leave it alone.
+
+    In this order: the only context that owns registered memory; else ``parent``, what was current where the thread
+    was started; else the only primary context that exists in this process.
+    """
+    recorded = registry.contexts()
+    if len(recorded) == 1:
+        return recorded[0]
+    if parent:
+        return parent
+    primaries = driver.primary_contexts()
+    return primaries[0] if len(primaries) == 1 else 0
+
+
+def current_context() -> int:
+    """The context current on this thread; 0 if there is none, or no CUDA in the process. About 0.15 µs."""
+    return driver.current()
+
+
+def bind_new_thread(parent: int) -> None:
+    """Bind the calling thread, which has just started, for good. Never raises.
+
+    ``parent`` is the context that was current on the thread that started it, or 0.
+    """
+    try:
+        if not driver.attached() or driver.current():
+            return
+        context = preferred(parent)
+        if context:
+            driver.set_current(context)
+            counters.count("threads_bound")
+    except DriverError as error:
+        # Typically a context destroyed since it was recorded. The thread starts as it would without us.
+        guard.warn_once("bind_new_thread", f"ctxfix: a new thread stays unbound: {error}")
+        counters.count("hook_failures")
+
+
+def address_of(obj: Any) -> int:
+    """The first address of a tensor, a descriptor ``(address, length, …)``, or an ``int``."""
+    data_ptr = getattr(obj, "data_ptr", None)
+    if data_ptr is not None:
+        return int(data_ptr())
+    return int(obj) if isinstance(obj, int) else int(obj[0])
+
+
+def owner_at(address: int) -> Owner | None:
+    """Whose GPU memory ``address`` is: as registered, if that is still true, else as the driver says now."""
+    registration = registry.find(address)
+    if registration is not None:
+        if driver.buffer_id(registration.start) == registration.buffer_id:
+            return registration.owner
+        counters.count("stale_owners")
+    return driver.owner_of(address)
+
+
+@contextmanager
+def bound(obj: Any) -> Iterator[int]:
+    """Run a ``with`` block in the context of the owner of ``obj``: a CUDA tensor, a NIXL descriptor, or an address.
+
+    Yields the context. The caller's context is back afterwards.
+
+    Raises:
+        UnknownOwnerError: ``obj`` is no GPU memory of this process.
+        DriverError: the driver refused the owner's context.
+    """
+    driver.attach()
+    address = address_of(obj)
+    owner = owner_at(address)
+    if owner is None:
+        raise UnknownOwnerError(
+            f"{address:#x} is no GPU memory of this process{_because()}: pass a CUDA tensor, or an address in memory "
+            "that is still allocated"
+        )
+    token = enter(owner.context)
+    try:
+        yield owner.context
+    finally:
+        if token is not None:
+            leave(token)
+
+
+def _because() -> str:
+    if driver.attached():
+        return ""
+    return f" ({driver.problem() or 'CUDA is not loaded in it'})"

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``ctxfix`` command. Each subcommand is one function that declares it and one that carries it out."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import ctxfix
+from ctxfix import _startup
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+    Commands = _SubParsersAction[argparse.ArgumentParser]
+
+EXIT_NOT_EXECUTABLE = 126
+EXIT_NOT_FOUND = 127
+BOOTSTRAP = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_bootstrap")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line (``sys.argv`` by default) and return its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="ctxfix",
+        description="Every thread that touches a GPU transfer runs in the context of the memory it touches.",
+    )
+    parser.add_argument("--version", action="version", version=f"ctxfix {ctxfix.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for declare in (_declare_status, _declare_run):
+        declare(commands)
+    options = parser.parse_args(arguments)
+    code: int = options.carry_out(options)
+    return code
+
+
+def _declare_status(commands: "Commands") -> None:
+    parser = commands.add_parser("status", help="say what is on, off or pending in this environment, and why")
+    parser.add_argument("--json", action="store_true", help="print one JSON object with stable keys")
+    parser.set_defaults(carry_out=_status)
+
+
+def _status(options: argparse.Namespace) -> int:
+    report = ctxfix.status()
+    if options.json:
+        import json
+
+        print(json.dumps(report, indent=2))
+    else:
+        _print_status(report)
+    return 0
+
+
+def _print_status(report: dict[str, Any]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE, show_header=False, title=f"ctxfix {report['version']}", title_justify="left")
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    styles = {
+        "on": "green",
+        "patched": "green",
+        "found": "green",
+        "off": "yellow",
+        "failed": "red",
+        "bad": "red",
+    }
+
+    def row(what: str, state: str, why: str = "") -> None:
+        table.add_row(Text(what), Text(state, styles.get(state, "")), Text(why))
+
+    row("activation", "on" if report["active"] else "off", report["reason"])
+    python = report["python"]
+    row("interpreter", f"{python['implementation']} {python['version']}", python["executable"])
+    row("package", "", report["location"])
+    files = report["start_files"]
+    for file in [file for file in files if file["runs"]] or files:
+        why = f" ({file['reason']})" if file["reason"] else ""
+        row("start-up file", "on" if file["runs"] else "off", file["path"] + why)
+    if not files:
+        row("start-up file", "missing", "interpreters are served by `ctxfix run` or `import ctxfix` only")
+    for name, target in report["targets"].items():
+        version = f"version {target['version']}" if target["version"] else ""
+        row(name, target["state"], "; ".join(filter(None, (version, target["reason"]))))
+    row("Python threads", "on" if report["threads"]["installed"] else "waiting", report["threads"]["reason"])
+    row("native part", "on" if report["native"]["available"] else "off", report["native"]["reason"])
+    for name, version in report["libraries"].items():
+        row(name, "found" if version else "missing", version or "")
+    for name, value in report["settings"].items():
+        if name != "problems":
+            row(f"setting {name}", str(value))
+    for problem in report["settings"]["problems"]:
+        row("setting", "bad", problem)
+    for name, value in report["counters"].items():
+        row(f"count {name}", str(value))
+    for where, failure in report["failures"].items():
+        row("failure", "failed", f"{where}: {failure}")
+    # Rich takes anything but a terminal to be 80 columns wide, and would fold paths in a log.
+    Console(width=None if sys.stdout.isatty() else 500).print(table)
+
+
+def _declare_run(commands: "Commands") -> None:
+    parser = commands.add_parser(
+        "run",
+        help="run a command with ctxfix active in every Python it starts",
+        usage="ctxfix run [--record DIR] [--strict] -- CMD…",
+        description="Run a command with ctxfix active in every Python it starts, also of other environments. "
+        "Interpreters that ignore PYTHONPATH (-I, -E, -S) are not reached.",
+    )
+    parser.add_argument("--record", metavar="DIR", help="write what is observed into DIR (CTXFIX_RECORD)")
+    parser.add_argument("--strict", action="store_true", help="raise failures of ctxfix itself (CTXFIX_STRICT)")
+    parser.add_argument("cmd", nargs=argparse.REMAINDER, metavar="CMD", help="the command and its arguments")
+    parser.set_defaults(carry_out=_run, parser=parser)
+
+
+def _run(options: argparse.Namespace) -> int:
+    """Become the command: its exit status is ours."""
+    command = options.cmd[1:] if options.cmd[:1] == ["--"] else options.cmd
+    if not command:
+        options.parser.error("no command given; write it after --")
+    environment = run_environment(os.environ, options.record, options.strict)
+    off = _startup.off_reason()
+    if off:
+        print(f"ctxfix run: {off}: the command runs without ctxfix", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execvpe(command[0], command, environment)
+    except (FileNotFoundError, NotADirectoryError):
+        print(
+            f"ctxfix run: {command[0]}: not found: neither a file nor a command on PATH, or its first line "
+            "names an interpreter that is not there",
+            file=sys.stderr,
+        )
+        return EXIT_NOT_FOUND
+    except (OSError, ValueError) as error:
+        print(f"ctxfix run: {command[0]}: cannot be run: {error}", file=sys.stderr)
+        return EXIT_NOT_EXECUTABLE
+
+
+def run_environment(
+    environment: "os._Environ[str] | dict[str, str]", record: str | None, strict: bool
+) -> dict[str, str]:
+    """Return the command's environment: our sitecustomize first on PYTHONPATH, options as variables."""
+    result = dict(environment)
+    # An empty entry would put the working directory on the path, where PYTHONPATH had none.
+    entries = [entry for entry in (BOOTSTRAP, result.get("PYTHONPATH", "")) if entry]
+    result["PYTHONPATH"] = os.pathsep.join(entries)
+    if record is not None:
+        result["CTXFIX_RECORD"] = os.path.abspath(record)
+    if strict:
+        result["CTXFIX_STRICT"] = "1"
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The only file that speaks to CUDA.
+
+It never loads the CUDA driver into a process that has not loaded it, never calls ``cuInit``, never creates a
+context (also not the primary one, which cudaSetDevice does since CUDA 12), and is silent in a forked child of
+a process that had initialised CUDA. All contexts and addresses are plain ``int``; 0 is "none".
+
+What is called per post goes through ctypes.PyDLL, which keeps the GIL: these calls take nanoseconds, and a call that
+lets the GIL go, as all of cuda.bindings do, waits up to the switch interval (5 ms) to get it back in a process whose
+other threads are busy in Python (51 µs on average against 0.2 µs with one busy thread, benchmarks/post.py). The rest
+goes through cuda.bindings.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ctxfix.errors import DriverError
+
+_LIBCUDA = "libcuda.so.1"
+_NOT_INITIALIZED = 3
+_NO_CUDA_HERE = (_NOT_INITIALIZED, 4)  # 4: DEINITIALIZED, while the process ends
+
+# CUpointer_attribute of cuda.h, the same in CUDA 12 and 13.
+_CONTEXT = 1
+_BUFFER_ID = 7
+_DEVICE_ORDINAL = 9
+_RANGE_START = 11
+_RANGE_SIZE = 12
+
+_api: Any = None  # cuda.bindings.driver, once libcuda is in the process
+_problem: str | None = None  # why CUDA cannot be spoken to although it is in the process
+_forked = False  # a child of a process that had initialised CUDA: hands off for good
+_initialized_at_fork = False
+
+
+class _PerThread(threading.local):
+    """Where the driver writes its answers: a buffer for each thread, made once because making one costs 0.2 µs."""
+
+    def __init__(self) -> None:
+        value = ctypes.c_uint64()
+        self.out = value, ctypes.byref(value)
+
+
+_per_thread = _PerThread()
+
+
+def _absent(*_: Any) -> int:
+    """Stands for each driver function while CUDA is not attached."""
+    return _NOT_INITIALIZED
+
+
+_cuCtxGetCurrent: Callable[[Any], int] = _absent
+_cuCtxSetCurrent: Callable[[int], int] = _absent
+_cuCtxGetId: Callable[[int, Any], int] = _absent
+_cuPointerGetAttribute: Callable[[Any, int, int], int] = _absent
+
+
+class Owner(NamedTuple):
+    """To whom GPU memory belongs: a context (never 0) and its device ordinal in this process.
+
+    ``recorded`` is False where the memory itself knows no context and the primary one of its device stands in.
+    """
+
+    context: int
+    device: int
+    recorded: bool = True
+
+
+def attach() -> bool:
+    """Whether CUDA can be spoken to in this process. Loads nothing that is not loaded.
+
+    Cheap once true. While libcuda is not in the process it costs a walk over the library path, so it is called
+    where transfers are set up (an agent made, memory registered), never where they are posted.
+    """
+    if _api is not None:
+        return True
+    if _forked or _problem is not None:
+        return False
+    try:
+        lib = ctypes.PyDLL(_LIBCUDA, mode=os.RTLD_NOLOAD)
+    except OSError:
+        return False
+    return _load_bindings(lib)
+
+
+def _load_bindings(lib: Any) -> bool:
+    global _api, _problem, _cuCtxGetCurrent, _cuCtxSetCurrent, _cuCtxGetId, _cuPointerGetAttribute
+    try:
+        from cuda.bindings import driver as api
+
+        api.cuCtxGetCurrent()  # resolves every symbol: a driver too old or half a library shows here
+        lib.cuCtxSetCurrent.argtypes = [ctypes.c_void_p]
+        lib.cuCtxGetId.argtypes = [ctypes.c_void_p, ctypes.c_void_p]  # CUDA 12.0
+        lib.cuPointerGetAttribute.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64]
+    except Exception as error:  # ImportError, RuntimeError, and whatever else broken installs raise
+        _problem = (
+            f"libcuda is loaded, but cuda-python cannot speak to it ({type(error).__name__}: {error}). No "
+            "context is set. Reinstall it: pip install --force-reinstall 'cuda-python>=12.9,<14'"
+        )
+        return False
+    _cuCtxGetCurrent, _cuCtxSetCurrent = lib.cuCtxGetCurrent, lib.cuCtxSetCurrent
+    _cuCtxGetId, _cuPointerGetAttribute = lib.cuCtxGetId, lib.cuPointerGetAttribute
+    _api = api
+    return True
+
+
+def problem() -> str | None:
+    """Why CUDA cannot be used although it is in the process, or None."""
+    if _forked:
+        return "this is a forked child of a process that had initialised CUDA; CUDA does not work here"
+    return _problem
+
+
+def attached() -> bool:
+    """Whether :func:`attach` has succeeded already."""
+    return _api is not None
+
+
+def initialized() -> bool:
+    """Whether somebody in this process has called cuInit."""
+    return _cuCtxGetCurrent(_per_thread.out[1]) != _NOT_INITIALIZED
+
+
+def current() -> int:
+    """The context current on this thread, or 0: none, CUDA not initialised, or not in the process. About 0.2 µs.
+
+    Raises:
+        DriverError: the driver did not say. Then nothing may be set either: it could not be undone.
+    """
+    value, ref = _per_thread.out
+    error = _cuCtxGetCurrent(ref)
+    if not error:
+        return value.value or 0
+    if error in _NO_CUDA_HERE:
+        return 0
+    raise _error("cuCtxGetCurrent", error, "this thread")
+
+
+def set_current(context: int) -> None:
+    """Make ``context`` current on this thread (0: none), as cuCtxSetCurrent does, if it still exists.
+
+    The driver accepts a destroyed context without an error, and then the process dies of it: SIGABRT when the thread
+    ends, SIGSEGV when another one is set (measured, driver 580). So the context is asked for its id first, which a
+    destroyed one does not give (0.5 µs).
+
+    Raises:
+        DriverError: the context was destroyed, or the driver refused.
+    """
+    error = _cuCtxGetId(context, _per_thread.out[1]) if context else 0
+    error = error or _cuCtxSetCurrent(context)
+    if error:
+        raise _error("cuCtxSetCurrent", error, f"context {context:#x}")
+
+
+def _attribute(attribute: int, address: int) -> int | None:
+    """A pointer attribute of ``address``; None: it is no memory that the driver knows."""
+    value, ref = _per_thread.out
+    value.value = 0  # the driver may write 4 bytes only
+    return None if _cuPointerGetAttribute(ref, attribute, address) else value.value
+
+
+def owner_of(address: int) -> Owner | None:
+    """Whose GPU memory ``address`` is; None for host memory, freed memory and addresses of nobody.
+
+    Memory that knows no context (cuMemCreate/VMM, which PyTorch's expandable_segments use, and memory pools)
+    belongs to the primary context of its device, if that context exists.
+    """
+    context = _attribute(_CONTEXT, address)
+    if context is None:
+        return None
+    if context:
+        return Owner(context, device_of(context))
+    device = _attribute(_DEVICE_ORDINAL, address)
+    primary = primary_context(-1 if device is None else device)
+    return Owner(primary, device or 0, recorded=False) if primary else None
+
+
+def buffer_id(address: int) -> int:
+    """The id of the allocation that holds ``address``: never given to another allocation. 0: no allocation."""
+    return _attribute(_BUFFER_ID, address) or 0
+
+
+def extent_of(address: int) -> tuple[int, int]:
+    """First address of the allocation that holds ``address``, and one past its last; ``(0, 0)``: unknown."""
+    start, size = _attribute(_RANGE_START, address), _attribute(_RANGE_SIZE, address)
+    return (start, start + size) if start and size else (0, 0)
+
+
+def device_of(context: int) -> int:
+    """The device ordinal of ``context``, or -1 if the context is unusable.
+
+    The context is asked itself, not the memory: cuda.bindings 13.3.1 answers CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL with
+    0 for memory of every device (measured on H200, driver 580).
+    """
+    if _api is None or _cuCtxGetId(context, _per_thread.out[1]) or int(_api.cuCtxPushCurrent(context)[0]):
+        return -1
+    try:
+        error, device = _api.cuCtxGetDevice()
+    finally:
+        _api.cuCtxPopCurrent()
+    return -1 if error else int(device)
+
+
+def primary_context(device: int) -> int:
+    """The primary context of ``device`` if somebody has made it already, else 0.
+
+    Making it current is what cudaSetDevice does, without creating one (cudaSetDevice does create it, since
+    CUDA 12), which would cost about 0.5 GB of that GPU.
+    """
+    if _api is None or device < 0:
+        return 0
+    error, _flags, active = _api.cuDevicePrimaryCtxGetState(device)
+    if error or not active:
+        return 0
+    error, context = _api.cuDevicePrimaryCtxRetain(device)
+    if error:
+        return 0
+    _api.cuDevicePrimaryCtxRelease(device)  # it lives on: whoever made it active still holds it
+    return int(context)
+
+
+def primary_contexts() -> list[int]:
+    """The primary contexts that exist in this process, by device ordinal."""
+    if not initialized():
+        return []
+    error, devices = _api.cuDeviceGetCount()
+    if error:
+        return []
+    return [context for context in map(primary_context, range(devices)) if context]
+
+
+def _error(call: str, code: int, about: str) -> DriverError:
+    try:
+        name = _api.CUresult(code).name
+    except (AttributeError, ValueError):  # no driver at all, or an error newer than cuda-python
+        name = "an error"
+    return DriverError(
+        f"{call} failed with {name} ({code}) for {about} in pid {os.getpid()}, thread {threading.get_ident():#x}",
+        code,
+    )
+
+
+def _before_fork() -> None:
+    global _initialized_at_fork
+    _initialized_at_fork = initialized()
+
+
+def _after_fork_in_child() -> None:
+    global _forked, _api, _cuCtxGetCurrent, _cuCtxSetCurrent, _cuCtxGetId, _cuPointerGetAttribute
+    if _initialized_at_fork:
+        _forked = True
+        _api = None
+        _cuCtxGetCurrent = _cuCtxSetCurrent = _cuCtxGetId = _cuPointerGetAttribute = _absent
+
+
+os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)

@@ -1,0 +1,541 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NIXL: every nixl_agent method that may touch GPU memory on the caller's thread runs in the owner's context.
+
+Read in nixl_cu12/_api.py of 1.1.0, 1.4.0 and 1.5.1. The hooks are set on the class, so every import style and
+subclass is served. Methods called once per transfer or less are wrapped by wrapt; those called per post and per poll
+are plain functions, because a wrapt call costs 0.6 to 0.8 µs, more than everything else the hook does.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import ModuleType, TracebackType
+from typing import Any, NamedTuple
+
+import wrapt
+
+from ctxfix import affinity, counters, driver, guard
+from ctxfix.driver import Owner
+from ctxfix.errors import DriverError, PatchError
+from ctxfix.patches import descriptors
+from ctxfix.registry import registry
+
+Hook = Callable[..., Any]
+
+_posts = counters.ticker("posts")
+
+
+class _Memory:
+    """The local GPU memory that a transfer reads or writes, by its first address, and who owns it (None: unknown)."""
+
+    __slots__ = ("address", "context", "owner")
+
+    def __init__(self, address: int, owner: Owner | None) -> None:
+        self.address = address
+        self.owner = owner
+        self.context = owner.context if owner is not None else 0
+
+
+#: Transfer handle -> its local memory; None: host memory. The integer is NIXL's, and is reused after release.
+_transfers: dict[int, _Memory | None] = {}
+#: Prepared local list -> the address of each element; None: host memory.
+_prepared: dict[int, Sequence[int] | None] = {}
+_UNKNOWN: Any = object()
+
+#: Whether a post may leave another context current than it found: NIXL 1.4.0 calls cudaSetDevice for each descriptor
+#: once it has seen a second GPU or a device id that is not the owner's (libfabric_backend.cpp, cuda_addr_wa_).
+_nixl_switches = False
+
+
+# ---- contexts of calls -----------------------------------------------------------------------------------------------
+
+
+class _Held:
+    """The context of ``choose()`` for the duration of a call; afterwards the caller's, whoever changed it."""
+
+    __slots__ = ("_choose", "_previous", "_where")
+
+    def __init__(self, where: str, choose: Callable[[], int]) -> None:
+        self._where = where
+        self._choose = choose
+        self._previous: int | None = None
+
+    def __enter__(self) -> None:
+        try:
+            self._previous = driver.current()
+            affinity.enter(self._choose())
+        except Exception as error:  # noqa: BLE001 - the call must go through
+            guard.failed(self._where, error)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._previous is not None:
+            affinity.leave(self._previous)
+
+
+def _context_of_agent(agent: Any) -> int:
+    """The context for a call that names no memory: of what the agent registered."""
+    contexts = registry.contexts_of(id(agent))
+    if len(contexts) == 1:
+        return contexts[0]
+    # Of an agent with several GPUs any of their contexts will do, so the thread's own stays if it is one.
+    return 0 if not contexts or driver.current() in contexts else contexts[0]
+
+
+def _context_of_newcomer() -> int:
+    """The context for a thread that has none and of whose memory nothing is known; else 0: leave it."""
+    return 0 if driver.current() else affinity.preferred()
+
+
+def _context_at(address: int | None) -> int:
+    """The context that owns ``address``; 0: unknown."""
+    if address is None:
+        return 0
+    owner = affinity.owner_at(address)
+    if owner is None:
+        _unknown(address)
+        return 0
+    return owner.context
+
+
+def _context_of_list(memory: Any, mem_type: Any, vram: Any) -> int:
+    """The context that owns the first descriptor of a list; 0: host memory, or unknown."""
+    if memory is None or not descriptors.is_gpu(memory, mem_type, vram):
+        return 0
+    driver.attach()
+    return _context_at(next((row[0] for row in descriptors.rows(memory)), None))
+
+
+def _context_of_transfer(handle: int) -> int:
+    """The context that owns the local memory of a transfer; 0: host memory, or unknown."""
+    memory = _transfers.get(handle)
+    return memory.context if memory is not None else 0
+
+
+def _unknown(address: int) -> None:
+    counters.count("unknown_owners")
+    reason = driver.problem() or "no allocation of this process holds it"
+    guard.warn_once(
+        "unknown_owner",
+        f"ctxfix: NIXL was given GPU memory at {address:#x} whose owner is unknown ({reason}); the call goes through "
+        "in whatever context the thread has. Check that the address is inside memory that is still allocated.",
+    )
+
+
+def _enter_transfer(agent: Any, handle: Any, *_: Any, **__: Any) -> int | None:
+    """Make the owner of the transfer's local memory current; the token for affinity.leave, None: nothing to undo."""
+    memory = _transfers.get(handle._handle, _UNKNOWN)
+    if memory is None:
+        return None  # host memory
+    next(_posts)
+    if memory is _UNKNOWN:  # made before ctxfix was active
+        counters.count("unknown_owners")
+        return affinity.enter(_context_of_agent(agent) or _context_of_newcomer())
+    if not memory.context:
+        _unknown(memory.address)
+        return None
+    before = driver.current() if _nixl_switches else None
+    token = _enter(memory)
+    return before if token is None else token
+
+
+def _enter(memory: _Memory) -> int | None:
+    try:
+        return affinity.enter(memory.context)
+    except DriverError:
+        # The recorded context cannot be used (destroyed, device reset). Who owns the memory now? If nobody knows,
+        # the primary context of its device stands in, as after cudaSetDevice.
+        owner = driver.owner_of(memory.address)
+        context = owner.context if owner else driver.primary_context(memory.owner.device if memory.owner else -1)
+        if not context or context == memory.context:
+            raise
+        counters.count("device_fallbacks")
+        return affinity.enter(context)
+
+
+def _enter_poll_of_transfer(agent: Any, handle: Any, *_: Any, **__: Any) -> int | None:
+    memory = _transfers.get(handle._handle)
+    return _enter(memory) if memory is not None else None
+
+
+def _enter_poll(agent: Any, *_: Any, **__: Any) -> int | None:
+    return affinity.enter(_context_of_agent(agent))
+
+
+# ---- what the hooks learn --------------------------------------------------------------------------------------------
+
+_watched: dict[int, weakref.ref[Any]] = {}
+
+
+def _watch(agent: Any) -> int:
+    """The registry's key of ``agent``, whose registrations are forgotten when it dies."""
+    key = id(agent)
+    if key not in _watched:
+
+        def forget(_: Any) -> None:
+            _watched.pop(key, None)
+            registry.forget(key)
+
+        _watched[key] = weakref.ref(agent, forget)
+    return key
+
+
+def _note_registration(agent: Any, descs: Any) -> None:
+    key = _watch(agent)
+    start = end = buffer_id = 0
+    owner: Owner | None = None
+    for address, length, device_id in descriptors.rows(descs):
+        if not start <= address < end:  # a new allocation: thousands of ranges often share one
+            owner = driver.owner_of(address)
+            buffer_id = driver.buffer_id(address)
+            start, end = driver.extent_of(address)
+        if owner is None:
+            _unknown(address)
+            continue
+        registry.add(key, address, length, owner, buffer_id)
+        counters.count("registered_ranges")
+        if not owner.recorded:
+            counters.count("device_fallbacks")
+        _check_device_id(address, device_id, owner)
+    global _nixl_switches
+    _nixl_switches |= len(registry.contexts()) > 1
+
+
+def _check_device_id(address: int, device_id: int, owner: Owner) -> None:
+    global _nixl_switches
+    if device_id == owner.device:
+        return
+    _nixl_switches = True
+    counters.count("wrong_device_ids")
+    guard.warn_once(
+        "wrong_device_id",
+        f"ctxfix: the application gives device id {device_id} for memory at {address:#x}, which is on device "
+        f"{owner.device} of this process. ctxfix goes by the address, but NIXL trusts the id: pass the ordinal of the "
+        "device that owns the memory, not the TP rank.",
+    )
+
+
+def _note_transfer(handle: int, selected: Iterable[int]) -> None:
+    """Remember whose memory transfer ``handle`` moves; ``selected`` are its local addresses, the first decides."""
+    remaining = iter(selected)
+    first = next(remaining, None)
+    if first is None:
+        return
+    owner = affinity.owner_at(first)
+    _transfers[handle] = _Memory(first, owner)
+    if owner is not None and len(registry.contexts()) > 1:
+        _check_mixed(first, remaining, owner)
+
+
+def _check_mixed(first: int, others: Iterable[int], owner: Owner) -> None:
+    start = end = 0
+    for address in others:
+        if start <= address < end:
+            continue
+        registration = registry.find(address)
+        if registration is None:
+            continue
+        if registration.owner.context != owner.context:
+            counters.count("mixed_device_posts")
+            guard.warn_once(
+                "mixed_device_post",
+                f"ctxfix: one transfer has local memory of device {owner.device} ({first:#x}) and of device "
+                f"{registration.owner.device} ({address:#x}). The first decides the context; the rest may fall back to "
+                "host memory. Make one transfer for each device.",
+            )
+            return
+        start, end = registration.start, registration.end
+
+
+# ---- hooks: set-up calls ---------------------------------------------------------------------------------------------
+
+
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str) -> Any:
+    return args[position] if len(args) > position else kwargs.get(name)
+
+
+class _Noting:
+    """A block that learns from a call that has succeeded: whatever fails in it, the call's result goes back."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
+        if isinstance(error, Exception):
+            guard.failed(self._where, error)
+            return True
+        return False
+
+
+def _set_up_hooks(vram: Any) -> dict[str, Hook]:
+    """wrapt wrappers of nixl_agent's methods by name; ``vram`` is NIXL's VRAM_SEG."""
+
+    def making(wrapped: Hook, agent: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # The thread that makes an agent or a backend hands its context on to what NIXL starts.
+        driver.attach()
+        with _Held("nixl_agent.create_backend", _context_of_newcomer):
+            result = wrapped(*args, **kwargs)
+        driver.attach()  # NIXL's plugins load libcuda
+        return result
+
+    def register_memory(wrapped: Hook, agent: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        memory, mem_type = _argument(args, kwargs, 0, "reg_list"), _argument(args, kwargs, 1, "mem_type")
+        with _Held("nixl_agent.register_memory", lambda: _context_of_list(memory, mem_type, vram)):
+            descs = wrapped(*args, **kwargs)
+        with _Noting("nixl_agent.register_memory"):
+            if descs is not None and descriptors.is_gpu(descs, None, vram):
+                _note_registration(agent, descs)
+        return descs
+
+    def deregister_memory(wrapped: Hook, agent: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        memory = _argument(args, kwargs, 0, "dereg_list")
+        with _Held("nixl_agent.deregister_memory", lambda: _context_of_list(memory, None, vram)):
+            result = wrapped(*args, **kwargs)
+        with _Noting("nixl_agent.deregister_memory"):
+            if descriptors.is_gpu(memory, None, vram):
+                for address, length, _ in descriptors.rows(memory):
+                    registry.remove(id(agent), address, length)
+        return result
+
+    def prep_xfer_dlist(wrapped: Hook, agent: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _argument(args, kwargs, 0, "agent_name") not in ("", "NIXL_INIT_AGENT"):
+            return wrapped(*args, **kwargs)  # the remote side: its addresses are another process's
+        memory, mem_type = _argument(args, kwargs, 1, "xfer_list"), _argument(args, kwargs, 2, "mem_type")
+        with _Held("nixl_agent.prep_xfer_dlist", lambda: _context_of_list(memory, mem_type, vram)):
+            handle = wrapped(*args, **kwargs)
+        with _Noting("nixl_agent.prep_xfer_dlist"):
+            gpu = descriptors.is_gpu(memory, mem_type, vram)
+            _prepared[handle._handle] = descriptors.addresses(memory) if gpu else None
+        return handle
+
+    def make_prepped_xfer(wrapped: Hook, agent: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        side, indices = (
+            _argument(args, kwargs, 1, "local_xfer_side"),
+            _argument(args, kwargs, 2, "local_indices"),
+        )
+        addresses = _prepared.get(getattr(side, "_handle", 0), ())
+
+        def selected() -> Iterator[int]:
+            return (addresses[int(i)] for i in indices) if addresses else iter(())
+
+        with _Held("nixl_agent.make_prepped_xfer", lambda: _context_at(next(selected(), None))):
+            handle = wrapped(*args, **kwargs)
+        with _Noting("nixl_agent.make_prepped_xfer"):
+            if addresses is None:
+                _transfers[handle._handle] = None
+            else:
+                _note_transfer(handle._handle, selected())
+        return handle
+
+    def initialize_xfer(wrapped: Hook, agent: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        memory = _argument(args, kwargs, 1, "local_descs")
+        with _Held("nixl_agent.initialize_xfer", lambda: _context_of_list(memory, None, vram)):
+            handle = wrapped(*args, **kwargs)
+        with _Noting("nixl_agent.initialize_xfer"):
+            if descriptors.is_gpu(memory, None, vram):
+                _note_transfer(handle._handle, (row[0] for row in descriptors.rows(memory)))
+            else:
+                _transfers[handle._handle] = None
+        return handle
+
+    def on_agent(wrapped: Hook, agent: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with _Held(f"nixl_agent.{wrapped.__name__}", lambda: _context_of_agent(agent)):
+            return wrapped(*args, **kwargs)
+
+    def prep_mem_view(wrapped: Hook, agent: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        memory = _argument(args, kwargs, 0, "dlist")
+
+        def context() -> int:
+            remote = "Remote" in type(memory).__name__  # nixlRemoteDList: another process's addresses
+            return _context_of_agent(agent) if remote else _context_of_list(memory, None, vram)
+
+        with _Held("nixl_agent.prep_mem_view", context):
+            return wrapped(*args, **kwargs)
+
+    def estimate_xfer_cost(wrapped: Hook, agent: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        handle = _argument(args, kwargs, 0, "req_handle")
+        with _Held("nixl_agent.estimate_xfer_cost", lambda: _context_of_transfer(handle._handle)):
+            return wrapped(*args, **kwargs)
+
+    return {
+        "__init__": making,
+        "create_backend": making,
+        "register_memory": register_memory,
+        "deregister_memory": deregister_memory,
+        "prep_xfer_dlist": prep_xfer_dlist,
+        "make_prepped_xfer": make_prepped_xfer,
+        "initialize_xfer": initialize_xfer,
+        "estimate_xfer_cost": estimate_xfer_cost,
+        "prep_mem_view": prep_mem_view,
+        "release_mem_view": on_agent,
+        "make_connection": on_agent,
+        "add_remote_agent": on_agent,
+        "remove_remote_agent": on_agent,
+        "send_notif": on_agent,
+    }
+
+
+# ---- hooks: posts and polls ------------------------------------------------------------------------------------------
+
+
+def _hot(original: Hook, where: str, enter: Callable[..., int | None]) -> Hook:
+    """``original`` between ``enter`` and affinity.leave, at the least cost that Python allows."""
+
+    @functools.wraps(original)
+    def hook(*args: Any, **kwargs: Any) -> Any:
+        try:
+            token = enter(*args, **kwargs)
+        except Exception as error:  # the call must go through, also if its arguments are not what enter() knows
+            guard.failed(where, error)
+            token = None
+        if token is None:
+            return original(*args, **kwargs)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            affinity.leave(token)
+
+    return hook
+
+
+# ---- hooks: handles --------------------------------------------------------------------------------------------------
+
+
+def _releasing(where: str, known: dict[int, Any], context_of: Callable[[int], int]) -> Hook:
+    """For ``release()`` of a handle: forgets it first, since NIXL may give its integer to another one at once."""
+
+    def release(wrapped: Hook, handle: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        key = handle._handle
+        with _Held(where, lambda: context_of(key)):
+            memory = _UNKNOWN if handle._released else known.pop(key, _UNKNOWN)
+            try:
+                return wrapped(*args, **kwargs)
+            except BaseException:
+                if memory is not _UNKNOWN:  # still active: NIXL keeps the handle
+                    known[key] = memory
+                raise
+
+    return release
+
+
+def _finalizing(original: Hook, known: dict[int, Any]) -> Hook:
+    """For ``__del__`` of a handle that the application dropped without releasing it."""
+
+    @functools.wraps(original)
+    def finalize(self: Any) -> None:
+        if not getattr(self, "_released", True):
+            known.pop(self._handle, None)
+        original(self)
+
+    return finalize
+
+
+# ---- on and off ------------------------------------------------------------------------------------------------------
+
+
+class _Patch(NamedTuple):
+    owner: type
+    name: str
+    original: Hook
+    ours: Hook
+
+
+class _Patched(NamedTuple):
+    patches: list[_Patch]
+    missing: list[str]
+
+
+_applied: dict[str, _Patched] = {}
+
+#: Without these nothing can be guaranteed: a NIXL that lacks one is left alone.
+_REQUIRED = frozenset({"register_memory", "initialize_xfer", "transfer"})
+
+
+def apply(module: ModuleType) -> None:
+    """Hook ``nixl_agent`` and the handle classes of ``module`` (``nixl_cu12._api`` or another build of it). Idempotent.
+
+    Raises:
+        PatchError: the module has no such class, or lacks a method without which the hooks make no sense.
+    """
+    agent = getattr(module, "nixl_agent", None)
+    vram = getattr(getattr(module, "nixlBind", None), "VRAM_SEG", None)
+    lacking = sorted(name for name in _REQUIRED if not hasattr(agent, name))
+    if agent is None or vram is None or lacking:
+        raise PatchError(
+            f"{module.__name__} is not a NIXL that ctxfix knows (1.1.0 to 1.5.1): it lacks "
+            f"{', '.join(lacking) or 'nixlBind.VRAM_SEG'}. Its calls stay as they are"
+        )
+    done = _applied.get(module.__name__)
+    if done is not None and done.patches[0].owner is agent:
+        return
+    driver.attach()
+    hooks: list[tuple[type, str, Callable[[Hook], Hook]]] = [
+        (agent, name, functools.partial(_wrapt, hook)) for name, hook in _set_up_hooks(vram).items()
+    ]
+    for name, enter in {
+        "transfer": _enter_transfer,
+        "check_xfer_state": _enter_poll_of_transfer,
+        "get_new_notifs": _enter_poll,
+        "update_notifs": _enter_poll,
+        "check_remote_xfer_done": _enter_poll,
+    }.items():
+        hooks.append((agent, name, functools.partial(_hot, where=f"nixl_agent.{name}", enter=enter)))
+    for name, known, context_of in (
+        ("nixl_xfer_handle", _transfers, _context_of_transfer),
+        ("nixl_prepped_dlist_handle", _prepared, lambda _: 0),
+    ):
+        handle = getattr(module, name, type(None))
+        release = _releasing(f"{name}.release", known, context_of)
+        hooks.append((handle, "release", functools.partial(_wrapt, release)))
+        hooks.append((handle, "__del__", functools.partial(_finalizing, known=known)))
+
+    result = _Patched([], [])
+    for owner, name, make in hooks:
+        original = owner.__dict__.get(name)
+        if original is None:  # not in this version
+            result.missing.append(f"{owner.__name__}.{name}")
+            continue
+        patch = _Patch(owner, name, original, make(original))
+        setattr(owner, name, patch.ours)
+        result.patches.append(patch)
+    _applied[module.__name__] = result
+
+
+def _wrapt(hook: Hook, original: Hook) -> Hook:
+    wrapper: Hook = wrapt.FunctionWrapper(original, hook)
+    return wrapper
+
+
+def remove() -> None:
+    """Undo :func:`apply` everywhere. Idempotent.
+
+    Raises:
+        PatchError: somebody wrapped a method after us; it stays, all others are undone.
+    """
+    stuck = []
+    for name, (patches, _) in list(_applied.items()):
+        for patch in patches:
+            if patch.owner.__dict__.get(patch.name) is patch.ours:
+                setattr(patch.owner, patch.name, patch.original)
+            else:
+                stuck.append(f"{name}.{patch.owner.__name__}.{patch.name}")
+        del _applied[name]
+    _transfers.clear()
+    _prepared.clear()
+    if stuck:
+        raise PatchError(
+            f"somebody wrapped {', '.join(stuck)} after ctxfix, so it cannot be taken out from under: remove the other "
+            "wrapper first. Everything else is undone"
+        )
+
+
+def status() -> dict[str, dict[str, list[str]]]:
+    """By patched module: the methods hooked, and those that this version of NIXL lacks."""
+    return {
+        name: {"hooked": [f"{p.owner.__name__}.{p.name}" for p in patches], "missing": list(missing)}
+        for name, (patches, missing) in _applied.items()
+    }

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests share: virtual environments around one build of the wheel, and a fake CUDA driver."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from environments import ROOT, Interpreter, make_venv, pip
+from fake_cuda import FakeCuda
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this checkout, built once."""
+    folder = tmp_path_factory.mktemp("wheel")
+    pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(ROOT))
+    return next(folder.glob("ctxfix-*.whl"))
+
+
+@pytest.fixture(scope="session")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Interpreter:
+    """A virtual environment with ctxfix installed, and nothing else."""
+    python = make_venv(tmp_path_factory.mktemp("installed"))
+    pip("--python", str(python.executable), "install", "--no-deps", "--no-index", str(wheel))
+    return python
+
+
+@pytest.fixture(scope="session")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Interpreter:
+    """A virtual environment without ctxfix, but with a start-up file: Python 3.13 loads a codec to read any."""
+    python = make_venv(tmp_path_factory.mktemp("bare"))
+    (python.site_packages / "empty.pth").write_text("# nothing\n")
+    return python
+
+
+@pytest.fixture
+def startup_state() -> Iterator[None]:
+    """Put back what a test does to the import machinery of this process."""
+    from ctxfix import _startup
+
+    meta_path, targets, modules = sys.meta_path[:], dict(_startup.TARGETS), set(sys.modules)
+    state = [(kept, kept.copy()) for kept in (_startup.outcomes, _startup.failures)]
+    unwanted = set(_startup.unwanted)
+    yield
+    sys.meta_path[:] = meta_path
+    for kept, before in [*state, (_startup.TARGETS, targets)]:
+        kept.clear()
+        kept.update(before)
+    _startup.unwanted.clear()
+    _startup.unwanted.update(unwanted)
+    for name in set(sys.modules) - modules:
+        if name.partition(".")[0].startswith("fake"):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
+    """Write modules of throw-away packages: ``package("fakehost.api", "code")``."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write(name: str, code: str) -> Path:
+        *parents, last = name.split(".")
+        folder = tmp_path.joinpath(*parents)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{last}.py"
+        path.write_text(code)
+        return path
+
+    return write
+
+
+# ---- the fake CUDA driver in this process ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def fake_driver() -> FakeCuda:
+    """The rig's fake driver, which stays loaded for the rest of the session."""
+    from rig import MissingSystemPackage, Rig
+
+    try:
+        return FakeCuda(Rig.driver_only().libraries / "libcuda.so.1")
+    except MissingSystemPackage as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def cuda(fake_driver: FakeCuda) -> Iterator[FakeCuda]:
+    """Four fake GPUs, ctxfix attached to them, no context current, nothing registered, counters at hand."""
+    from ctxfix import driver, guard
+    from ctxfix.registry import registry
+
+    assert driver.attach(), driver.problem()
+    while fake_driver.depth():
+        fake_driver.pop()
+    registry._clear()
+    guard._warned.clear()
+    yield fake_driver
+    fake_driver.heal()
+    while fake_driver.depth():
+        fake_driver.pop()
+    registry._clear()

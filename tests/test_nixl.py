@@ -1,0 +1,686 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The hooks around nixl_agent, on a stand-in with NIXL's own signatures that notes the context of every call.
+
+Real NIXL under the same hooks is tested in integration/rig.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_cuda import FakeCuda
+
+from ctxfix import counters, driver, settings
+from ctxfix.errors import CtxfixError, DriverError, PatchError
+from ctxfix.patches import nixl
+from ctxfix.registry import registry
+
+MIB = 1 << 20
+VRAM, DRAM = "VRAM_SEG", "DRAM_SEG"
+
+
+class DList:
+    def __init__(self, mem_type: str, rows: Any) -> None:
+        self._type, self._rows = mem_type, [tuple(int(v) for v in tuple(row)[:3]) for row in rows]
+
+    def getType(self) -> str:
+        return self._type
+
+    def descCount(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, i: int) -> tuple[int, int, int]:
+        return self._rows[i] if i < len(self._rows) else (0, 0, 0)
+
+
+def make_module(seen: list[tuple[str, int]], cuda: FakeCuda) -> types.ModuleType:
+    """A module shaped like nixl_cu12._api; ``seen`` gets (method, current context) of each call that reaches it."""
+
+    def note(name: str) -> None:
+        seen.append((name, cuda.current()))
+        action = module.actions.get(name)
+        if action is not None:
+            action()
+
+    class nixl_xfer_handle:
+        __slots__ = ("_agent", "_handle", "_released")
+        next_free = [1]
+
+        def __init__(self, agent: Any, value: int) -> None:
+            self._handle, self._agent, self._released = value, agent, False
+
+        def release(self) -> None:
+            if not self._released:
+                note("release")
+                self._released = True
+
+        def __del__(self) -> None:
+            pass
+
+    class nixl_prepped_dlist_handle(nixl_xfer_handle):
+        __slots__ = ()
+
+        def release(self) -> None:
+            self._released = True
+
+        def __del__(self) -> None:
+            pass
+
+    class nixl_agent:
+        def __init__(self, agent_name: str, nixl_conf: Any = None, instantiate_all: bool = False) -> None:
+            note("__init__")
+
+        def create_backend(self, backend: str, initParams: dict[str, str] = {}) -> None:  # noqa: B006
+            note("create_backend")
+
+        def register_memory(self, reg_list: Any, mem_type: str | None = None, backends: list[str] = []) -> DList:  # noqa: B006
+            note("register_memory")
+            if isinstance(reg_list, DList):
+                return reg_list
+            return DList(VRAM if mem_type in ("VRAM", "cuda") else DRAM, reg_list)
+
+        def deregister_memory(self, dereg_list: DList, backends: list[str] = []) -> None:  # noqa: B006
+            note("deregister_memory")
+
+        def prep_xfer_dlist(self, agent_name: str, xfer_list: Any, mem_type: str | None = None) -> Any:
+            note("prep_xfer_dlist")
+            return nixl_prepped_dlist_handle(self, module.new_handle())
+
+        def make_prepped_xfer(
+            self, operation: str, local_xfer_side: Any, local_indices: Any, remote_xfer_side: Any, remote_indices: Any
+        ) -> Any:
+            note("make_prepped_xfer")
+            return nixl_xfer_handle(self, module.new_handle())
+
+        def initialize_xfer(
+            self, operation: str, local_descs: DList, remote_descs: Any, remote_agent: str, notif_msg: bytes = b""
+        ) -> Any:
+            note("initialize_xfer")
+            return nixl_xfer_handle(self, module.new_handle())
+
+        def estimate_xfer_cost(self, req_handle: Any) -> None:
+            note("estimate_xfer_cost")
+
+        def transfer(self, handle: Any, notif_msg: bytes = b"") -> str:
+            note("transfer")
+            return "PROC"
+
+        def check_xfer_state(self, handle: Any) -> str:
+            note("check_xfer_state")
+            return "DONE"
+
+        def get_new_notifs(self, backends: list[str] = []) -> dict:  # noqa: B006
+            note("get_new_notifs")
+            return {}
+
+        def update_notifs(self, backends: list[str] = []) -> dict:  # noqa: B006
+            note("update_notifs")
+            return {}
+
+        def check_remote_xfer_done(self, remote_agent_name: str, lookup_tag: bytes) -> bool:
+            note("check_remote_xfer_done")
+            return True
+
+        def prep_mem_view(self, dlist: Any, *, backends: list[str] | None = None) -> int:
+            note("prep_mem_view")
+            return 1
+
+        def release_mem_view(self, mvh: int) -> None:
+            note("release_mem_view")
+
+        def make_connection(self, remote_agent: str, backends: list[str] = []) -> None:  # noqa: B006
+            note("make_connection")
+
+        def add_remote_agent(self, metadata: bytes) -> str:
+            note("add_remote_agent")
+            return "peer"
+
+        def remove_remote_agent(self, agent: str) -> None:
+            note("remove_remote_agent")
+
+        def send_notif(self, remote_agent_name: str, notif_msg: bytes, backend: str | None = None) -> None:
+            note("send_notif")
+
+    module = types.ModuleType("nixl_cu12._api")
+    module.nixl_agent = nixl_agent
+    module.nixl_xfer_handle = nixl_xfer_handle
+    module.nixl_prepped_dlist_handle = nixl_prepped_dlist_handle
+    module.nixlBind = types.SimpleNamespace(VRAM_SEG=VRAM)
+    module.actions = {}
+    module.handles = iter(range(1, 10**9))
+    module.new_handle = lambda: next(module.handles)
+    return module
+
+
+class Nixl:
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda = cuda
+        self.seen: list[tuple[str, int]] = []
+        self.module = make_module(self.seen, cuda)
+        self.counted = counters.snapshot()
+
+    def agent(self) -> Any:
+        return self.module.nixl_agent("agent")
+
+    def on(self, method: str, action: Callable[[], None]) -> None:
+        """Do ``action`` inside each call of ``method``."""
+        self.module.actions[method] = action
+
+    def context_of(self, method: str) -> int:
+        """The context that was current in the latest call of ``method``."""
+        return next(context for name, context in reversed(self.seen) if name == method)
+
+    def counted_since(self, name: str) -> int:
+        return counters.snapshot()[name] - self.counted[name]
+
+
+@pytest.fixture
+def host(cuda: FakeCuda) -> Iterator[Nixl]:
+    nixl._nixl_switches = False
+    host = Nixl(cuda)
+    nixl.apply(host.module)
+    yield host
+    nixl.remove()
+
+
+def one(address: int, device: int = 1) -> DList:
+    return DList(VRAM, [(address, 4096, device)])
+
+
+# ---- every method, in the owner's context, and the caller's own afterwards -------------------------------------------
+
+METHODS: dict[str, Callable[[Any, int, Any], object]] = {
+    "register_memory": lambda a, p, h: a.register_memory([(p + MIB // 2, 4096, 1, "")], "VRAM"),
+    "deregister_memory": lambda a, p, h: a.deregister_memory(one(p)),
+    "prep_xfer_dlist": lambda a, p, h: a.prep_xfer_dlist("NIXL_INIT_AGENT", one(p)),
+    "make_prepped_xfer": lambda a, p, h: a.make_prepped_xfer("READ", a.prep_xfer_dlist("", one(p)), [0], None, [0]),
+    "initialize_xfer": lambda a, p, h: a.initialize_xfer("READ", one(p), None, "peer"),
+    "estimate_xfer_cost": lambda a, p, h: a.estimate_xfer_cost(h),
+    "transfer": lambda a, p, h: a.transfer(h),
+    "check_xfer_state": lambda a, p, h: a.check_xfer_state(h),
+    "release": lambda a, p, h: h.release(),
+    "get_new_notifs": lambda a, p, h: a.get_new_notifs(),
+    "update_notifs": lambda a, p, h: a.update_notifs(),
+    "check_remote_xfer_done": lambda a, p, h: a.check_remote_xfer_done("peer", b"tag"),
+    "prep_mem_view": lambda a, p, h: a.prep_mem_view(one(p)),
+    "release_mem_view": lambda a, p, h: a.release_mem_view(1),
+    "make_connection": lambda a, p, h: a.make_connection("peer"),
+    "add_remote_agent": lambda a, p, h: a.add_remote_agent(b"metadata"),
+    "remove_remote_agent": lambda a, p, h: a.remove_remote_agent("peer"),
+    "send_notif": lambda a, p, h: a.send_notif("peer", b"message"),
+}
+
+
+class Boom(Exception):
+    pass
+
+
+def boom() -> None:
+    raise Boom
+
+
+@pytest.mark.parametrize("raises", [False, True], ids=["returns", "raises"])
+@pytest.mark.parametrize("caller", [None, 0, 1], ids=["no context", "wrong context", "right context"])
+@pytest.mark.parametrize("method", METHODS)
+def test_call_runs_in_the_owners_context(
+    host: Nixl, cuda: FakeCuda, method: str, caller: int | None, raises: bool
+) -> None:
+    address = cuda.alloc(1)
+    agent = host.agent()
+    agent.register_memory([(address, MIB, 1, "")], "VRAM")
+    handle = agent.initialize_xfer("WRITE", one(address), None, "peer")
+    cuda.make_current(caller)
+    before = cuda.depth(), cuda.current()
+
+    # What NIXL itself does to the thread is undone too: 1.4.0 sets a context and leaves it (libfabric_backend.cpp).
+    host.on(method, boom if raises else lambda: None)
+    try:
+        METHODS[method](agent, address, handle)
+    except Boom:
+        assert raises
+    else:
+        assert not raises
+    assert host.context_of(method) == cuda.contexts[1]
+    assert (cuda.depth(), cuda.current()) == before
+    assert host.counted_since("hook_failures") == host.counted_since("unknown_owners") == 0
+
+
+@pytest.mark.parametrize("method", ["__init__", "create_backend"])
+def test_making_runs_in_the_only_recorded_context_if_the_thread_has_none(
+    host: Nixl, cuda: FakeCuda, method: str
+) -> None:
+    first = host.agent()
+    first.register_memory([(cuda.alloc(1), MIB, 1, "")], "VRAM")
+    make = host.agent if method == "__init__" else lambda: first.create_backend("LIBFABRIC")
+    make()
+    assert host.context_of(method) == cuda.contexts[1] and cuda.depth() == 0
+    cuda.make_current(2)
+    make()
+    assert host.context_of(method) == cuda.contexts[2], "a context that the thread has is the application's choice"
+
+
+def test_what_nixl_leaves_current_is_undone(host: Nixl, cuda: FakeCuda) -> None:
+    agent, address = host.agent(), cuda.alloc(1)
+    host.on("register_memory", lambda: cuda.make_current(1))
+    agent.register_memory([(address, MIB, 1, "")], "VRAM")
+    assert cuda.depth() == 0
+
+
+# ---- descriptors -----------------------------------------------------------------------------------------------------
+
+
+def forms(address: int) -> dict[str, Any]:
+    return {
+        "tuples": [(address, 4096, 1, "")],
+        "uint64 array": np.array([(address, 4096, 1)], dtype=np.uint64),
+        "int64 array": np.array([(address, 4096, 1)], dtype=np.int64),
+        "dlist": one(address),
+    }
+
+
+@pytest.mark.parametrize("form", ["tuples", "uint64 array", "int64 array", "dlist"])
+def test_registration_is_learnt_from_every_form(host: Nixl, cuda: FakeCuda, form: str) -> None:
+    address = cuda.alloc(1)
+    agent = host.agent()
+    descs = agent.register_memory(forms(address)[form], "VRAM")
+    assert registry.contexts_of(id(agent)) == (cuda.contexts[1],) and len(registry) == 1
+    agent.deregister_memory(descs)
+    assert len(registry) == 0
+
+
+def test_a_thousand_ranges_of_one_allocation_ask_the_driver_once(host: Nixl, cuda: FakeCuda) -> None:
+    address = cuda.alloc(1, 4 * MIB)
+    calls = cuda.calls("cuPointerGetAttribute")
+    agent = host.agent()
+    agent.register_memory([(address + 4096 * i, 4096, 1, "") for i in range(1000)], "VRAM")
+    assert len(registry) == 1000 and cuda.calls("cuPointerGetAttribute") - calls < 20
+
+
+@pytest.mark.parametrize("indices", [[3, 0], np.array([3, 0], dtype=np.int32)], ids=["list", "int32 array"])
+def test_a_prepared_transfer_goes_by_the_first_selected_descriptor(host: Nixl, cuda: FakeCuda, indices: Any) -> None:
+    gpu0, gpu1 = cuda.alloc(0), cuda.alloc(1)
+    agent = host.agent()
+    agent.register_memory([(gpu0, MIB, 0, ""), (gpu1, MIB, 1, "")], "VRAM")
+    rows = [(gpu0, 64, 0), (gpu0 + 64, 64, 0), (gpu1, 64, 1), (gpu1 + 64, 64, 1)]
+    side = agent.prep_xfer_dlist("NIXL_INIT_AGENT", np.array(rows, dtype=np.uint64), "VRAM")
+    handle = agent.make_prepped_xfer("WRITE", side, indices, None, indices)
+    agent.transfer(handle)
+    assert host.context_of("transfer") == cuda.contexts[1]
+    assert host.counted_since("mixed_device_posts") == 1
+
+
+def test_a_strided_list_is_read_by_block(host: Nixl, cuda: FakeCuda) -> None:
+    gpu0, gpu1 = cuda.alloc(0), cuda.alloc(1)
+    agent = host.agent()
+    agent.register_memory([(gpu0, MIB, 0, ""), (gpu1, MIB, 1, "")], "VRAM")
+    strided = np.array([(gpu0, 64, 0, 128, 5), (gpu1, 64, 1, 128, 5)], dtype=np.uint64)
+    side = agent.prep_xfer_dlist("", strided, "VRAM")
+    agent.transfer(agent.make_prepped_xfer("WRITE", side, [5], None, [0]))
+    assert host.context_of("transfer") == cuda.contexts[1]
+
+
+def test_the_remote_side_of_a_prepared_transfer_is_not_looked_at(host: Nixl, cuda: FakeCuda) -> None:
+    host.agent().prep_xfer_dlist("peer", [(0xDEAD0000, 64, 3)], "VRAM")
+    assert host.counted_since("unknown_owners") == 0 and nixl._prepared == {}
+
+
+def test_two_gpus_each_post_goes_by_its_own_memory(host: Nixl, cuda: FakeCuda) -> None:
+    agent, memory = host.agent(), {device: cuda.alloc(device) for device in (0, 1)}
+    agent.register_memory([(memory[d], MIB, d, "") for d in (0, 1)], "VRAM")
+    for device in (0, 1, 0):
+        agent.transfer(agent.initialize_xfer("WRITE", one(memory[device], device), None, "peer"))
+        assert host.context_of("transfer") == cuda.contexts[device]
+    cuda.make_current(0)
+    agent.get_new_notifs()
+    assert host.context_of("get_new_notifs") == cuda.contexts[0], "one of the agent's: no need to change it"
+
+
+def test_a_wrong_device_id_does_not_decide(host: Nixl, cuda: FakeCuda, caplog) -> None:
+    agent, address = host.agent(), cuda.alloc(1)
+    agent.register_memory([(address, MIB, 3, "")], "VRAM")
+    handle = agent.initialize_xfer("WRITE", one(address, 3), None, "peer")
+    cuda.make_current(1)
+    host.on("transfer", lambda: cuda.make_current(3))  # as NIXL 1.4.0 then does, trusting the id
+    agent.transfer(handle)
+    assert host.context_of("transfer") == cuda.contexts[1] == cuda.current()
+    assert host.counted_since("wrong_device_ids") == 1
+    assert "device id 3" in caplog.text and "device 1" in caplog.text
+
+
+def test_descriptors_of_two_gpus_in_one_post(host: Nixl, cuda: FakeCuda, caplog) -> None:
+    gpu0, gpu1 = cuda.alloc(0), cuda.alloc(1)
+    agent = host.agent()
+    agent.register_memory([(gpu0, MIB, 0, ""), (gpu1, MIB, 1, "")], "VRAM")
+    for _ in range(2):
+        agent.transfer(agent.initialize_xfer("WRITE", DList(VRAM, [(gpu1, 64, 1), (gpu0, 64, 0)]), None, "peer"))
+    assert host.context_of("transfer") == cuda.contexts[1], "the first decides"
+    assert host.counted_since("mixed_device_posts") == 2
+    assert sum("one transfer for each device" in r.message for r in caplog.records) == 1
+
+
+def test_vmm_memory_is_bound_by_its_device(host: Nixl, cuda: FakeCuda) -> None:
+    agent, address = host.agent(), cuda.alloc_vmm(1)
+    agent.register_memory([(address, MIB, 1, "")], "VRAM")
+    agent.transfer(agent.initialize_xfer("WRITE", one(address), None, "peer"))
+    assert host.context_of("transfer") == cuda.contexts[1]
+    assert host.counted_since("device_fallbacks") == 1
+
+
+# ---- host memory pays nothing ----------------------------------------------------------------------------------------
+
+
+def test_host_memory_touches_no_cuda(host: Nixl, cuda: FakeCuda) -> None:
+    agent = host.agent()
+    rows = [(0x10000, 4096, 0)]
+    handles = []
+    calls = cuda.calls("cuPointerGetAttribute"), cuda.calls("cuCtxSetCurrent")
+    descs = agent.register_memory(rows, "DRAM")
+    handles.append(agent.initialize_xfer("WRITE", DList(DRAM, rows), None, "peer"))
+    side = agent.prep_xfer_dlist("", rows, "DRAM")
+    handles.append(agent.make_prepped_xfer("WRITE", side, [0], None, [0]))
+    for handle in handles:
+        agent.transfer(handle)
+        agent.check_xfer_state(handle)
+        handle.release()
+    agent.get_new_notifs()
+    agent.deregister_memory(descs)
+    assert (cuda.calls("cuPointerGetAttribute"), cuda.calls("cuCtxSetCurrent")) == calls
+    assert host.counted_since("posts") == 0 and len(registry) == 0
+
+
+# ---- handles ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_reused_handle_number_never_gets_the_old_answer(host: Nixl, cuda: FakeCuda) -> None:
+    agent, gpu0, gpu1 = host.agent(), cuda.alloc(0), cuda.alloc(1)
+    agent.register_memory([(gpu0, MIB, 0, ""), (gpu1, MIB, 1, "")], "VRAM")
+    for drop in ("release", "del"):
+        host.module.handles = iter([77, 77])
+        handle = agent.initialize_xfer("WRITE", one(gpu0, 0), None, "peer")
+        if drop == "release":
+            handle.release()
+        del handle
+        gc.collect()
+        assert 77 not in nixl._transfers
+        # made past our hooks, as by a program that speaks to the binding itself
+        stranger = host.module.nixl_xfer_handle(agent, 77)
+        agent.transfer(stranger)
+        assert host.context_of("transfer") in (cuda.contexts[0], cuda.contexts[1])
+        assert host.counted_since("unknown_owners") == 1
+        host.counted = counters.snapshot()
+        stranger._released = True
+
+
+def test_a_handle_that_nixl_refuses_to_release_is_still_known(host: Nixl, cuda: FakeCuda) -> None:
+    agent, address = host.agent(), cuda.alloc(1)
+    handle = agent.initialize_xfer("WRITE", one(address), None, "peer")
+    host.on("release", boom)
+    with pytest.raises(Boom):
+        handle.release()
+    agent.transfer(handle)
+    assert host.context_of("transfer") == cuda.contexts[1]
+
+
+def test_a_prepared_list_is_forgotten_with_its_handle(host: Nixl, cuda: FakeCuda) -> None:
+    agent, address = host.agent(), cuda.alloc(1)
+    for drop in (lambda side: side.release(), lambda side: None):
+        side = agent.prep_xfer_dlist("", one(address))
+        assert len(nixl._prepared) == 1
+        drop(side)
+        del side
+        gc.collect()
+        assert nixl._prepared == {}
+
+
+def test_a_dead_agents_registrations_are_forgotten(host: Nixl, cuda: FakeCuda) -> None:
+    agent = host.agent()
+    agent.register_memory([(cuda.alloc(1), MIB, 1, "")], "VRAM")
+    assert len(registry) == 1
+    del agent
+    gc.collect()
+    assert len(registry) == 0 and registry.contexts() == () and nixl._watched == {}
+
+
+def test_a_handle_made_before_we_came_is_bound_by_what_is_known(host: Nixl, cuda: FakeCuda) -> None:
+    agent = host.agent()
+    agent.register_memory([(cuda.alloc(1), MIB, 1, "")], "VRAM")
+    agent.transfer(host.module.nixl_xfer_handle(agent, 4711))
+    assert host.context_of("transfer") == cuda.contexts[1]
+    assert host.counted_since("posts") == host.counted_since("unknown_owners") == 1
+
+
+def test_memory_registered_before_we_came_is_bound_by_what_the_driver_says(host: Nixl, cuda: FakeCuda) -> None:
+    agent, address = host.agent(), cuda.alloc(1)
+    agent.transfer(agent.initialize_xfer("WRITE", one(address), None, "peer"))
+    assert host.context_of("transfer") == cuda.contexts[1]
+
+
+# ---- faults ----------------------------------------------------------------------------------------------------------
+
+
+def test_memory_freed_and_allocated_on_another_gpu_before_the_transfer_is_made(host: Nixl, cuda: FakeCuda) -> None:
+    agent, address = host.agent(), cuda.alloc(1)
+    agent.register_memory([(address, MIB, 1, "")], "VRAM")
+    cuda.free(address)
+    assert cuda.alloc(0) == address
+    agent.transfer(agent.initialize_xfer("WRITE", one(address), None, "peer"))
+    assert host.context_of("transfer") == cuda.contexts[0]
+    cuda.free(address)
+
+
+def test_an_address_of_nobody_goes_through_with_one_warning(host: Nixl, cuda: FakeCuda, caplog) -> None:
+    agent = host.agent()
+    for _ in range(2):
+        assert agent.transfer(agent.initialize_xfer("WRITE", one(0xDEAD0000), None, "peer")) == "PROC"
+    assert host.counted_since("unknown_owners") >= 2 and len(caplog.records) == 1
+    assert "0xdead0000" in caplog.text
+
+
+def test_a_destroyed_context_falls_back_to_the_device(host: Nixl, cuda: FakeCuda) -> None:
+    context = cuda.create_context(1)
+    agent, address = host.agent(), cuda.alloc(1, context=context)
+    agent.register_memory([(address, MIB, 1, "")], "VRAM")
+    handle = agent.initialize_xfer("WRITE", one(address), None, "peer")
+    agent.transfer(handle)
+    assert host.context_of("transfer") == context
+    cuda.destroy_context(context)
+    agent.transfer(handle)
+    assert host.context_of("transfer") == cuda.contexts[1], "as cudaSetDevice would bind"
+    assert host.counted_since("device_fallbacks") == 1 and cuda.depth() == 0
+
+
+DRIVER_CALLS = ["cuCtxGetCurrent", "cuCtxSetCurrent", "cuPointerGetAttribute", "cuCtxPushCurrent", "cuCtxGetDevice"]
+
+
+@pytest.mark.parametrize("name", DRIVER_CALLS)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_failing_driver_never_reaches_the_application(
+    host: Nixl, cuda: FakeCuda, method: str, name: str, caplog
+) -> None:
+    address, agent = cuda.alloc(1), host.agent()
+    agent.register_memory([(address, MIB, 1, "")], "VRAM")
+    handle = agent.initialize_xfer("WRITE", one(address), None, "peer")
+    cuda.make_current(0)
+    cuda.fail(name, 999)
+    METHODS[method](agent, address, handle)
+    cuda.heal()
+    assert host.seen[-1][0] == method
+    assert (cuda.depth(), cuda.current()) == (1, cuda.contexts[0]), "the caller's context is never lost"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_hook_that_breaks_lets_the_call_through_warns_once_and_counts(
+    host: Nixl, cuda: FakeCuda, method: str, monkeypatch, caplog
+) -> None:
+    address, agent = cuda.alloc(1), host.agent()
+    agent.register_memory([(address, MIB, 1, "")], "VRAM")
+    handle = agent.initialize_xfer("WRITE", one(address), None, "peer")
+
+    def broken(*_: object) -> int:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(nixl.affinity, "enter", broken)
+    for _ in range(2):
+        METHODS[method](agent, address, handle)
+        handle._released = False
+    assert host.seen[-1][0] == method
+    assert host.counted_since("hook_failures") >= 2
+    assert sum(f".{method} failed" in r.message for r in caplog.records) == 1
+
+
+def test_strict_mode_raises_typed_errors(host: Nixl, cuda: FakeCuda, monkeypatch) -> None:
+    agent, address = host.agent(), cuda.alloc(1)
+    handle = agent.initialize_xfer("WRITE", one(address), None, "peer")
+    monkeypatch.setattr(settings, "current", lambda: settings.Settings(strict=True))
+    cuda.fail("cuCtxSetCurrent", 201)
+    with pytest.raises(DriverError, match="201"):
+        agent.transfer(handle)
+    cuda.heal()
+    monkeypatch.setattr(nixl.affinity, "enter", lambda context: 1 / 0)
+    with pytest.raises(CtxfixError, match="ZeroDivisionError"):
+        agent.transfer(handle)
+
+
+def test_wrong_arguments_give_nixls_own_error(host: Nixl, cuda: FakeCuda) -> None:
+    agent = host.agent()
+    for call in (agent.transfer, agent.initialize_xfer, agent.register_memory, agent.make_prepped_xfer):
+        with pytest.raises(TypeError, match="missing"):
+            call()
+    with pytest.raises(TypeError):
+        agent.transfer(1, 2, 3, 4)
+
+
+@pytest.mark.parametrize("empty", [[], DList(VRAM, [])], ids=["list", "dlist"])
+def test_empty_lists(host: Nixl, cuda: FakeCuda, empty: Any) -> None:
+    agent = host.agent()
+    agent.deregister_memory(agent.register_memory(empty, "VRAM"))
+    agent.prep_xfer_dlist("", empty, "VRAM")
+    assert agent.transfer(agent.initialize_xfer("WRITE", DList(VRAM, []), None, "peer")) == "PROC"
+    assert host.counted_since("hook_failures") == 0
+
+
+def test_a_half_initialised_agent(host: Nixl, cuda: FakeCuda) -> None:
+    host.on("__init__", boom)
+    with pytest.raises(Boom):
+        host.agent()
+    agent = host.module.nixl_agent.__new__(host.module.nixl_agent)
+    assert agent.get_new_notifs() == {} and cuda.depth() == 0
+
+
+def test_calls_by_keyword(host: Nixl, cuda: FakeCuda) -> None:
+    agent, address = host.agent(), cuda.alloc(1)
+    agent.register_memory(reg_list=[(address, MIB, 1, "")], mem_type="VRAM")
+    handle = agent.initialize_xfer(
+        operation="WRITE", local_descs=one(address), remote_descs=None, remote_agent="p", notif_msg=b""
+    )
+    agent.transfer(notif_msg=b"n", handle=handle)
+    assert host.context_of("transfer") == cuda.contexts[1]
+    assert host.counted_since("hook_failures") == 0
+
+
+def test_many_threads_post_on_two_gpus(host: Nixl, cuda: FakeCuda) -> None:
+    agent, memory = host.agent(), {device: cuda.alloc(device) for device in (0, 1)}
+    agent.register_memory([(memory[d], MIB, d, "") for d in (0, 1)], "VRAM")
+    wrong: list[object] = []
+    local = threading.local()
+    host.on("transfer", lambda: wrong.append(1) if cuda.current() != local.expected else None)
+
+    def work(device: int, start_with: int | None) -> None:
+        cuda.make_current(start_with)
+        own = cuda.current()
+        local.expected = cuda.contexts[device]
+        for _ in range(200):
+            handle = agent.initialize_xfer("WRITE", one(memory[device], device), None, "peer")
+            agent.transfer(handle)
+            handle.release()
+            if cuda.current() != own:
+                wrong.append("caller")
+
+    threads = [threading.Thread(target=work, args=(i % 2, (None, 0, 1, 2)[i % 4])) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and nixl._transfers == {} and host.counted_since("posts") == 1600
+
+
+# ---- on and off ------------------------------------------------------------------------------------------------------
+
+
+def methods_of(module: types.ModuleType) -> dict[str, Any]:
+    classes = (module.nixl_agent, module.nixl_xfer_handle, module.nixl_prepped_dlist_handle)
+    return {f"{c.__name__}.{n}": f for c in classes for n, f in vars(c).items() if inspect.isroutine(f)}
+
+
+def test_apply_twice_wraps_once_and_remove_gives_all_back(cuda: FakeCuda) -> None:
+    module = make_module([], cuda)
+    before = methods_of(module)
+    nixl.apply(module)
+    wrapped = methods_of(module)
+    nixl.apply(module)
+    assert methods_of(module) == wrapped
+    assert set(nixl.status()["nixl_cu12._api"]["hooked"]) == {n for n in before if wrapped[n] is not before[n]}
+    nixl.remove()
+    nixl.remove()
+    assert methods_of(module) == before and nixl.status() == {}
+
+
+def test_every_method_of_the_stand_in_is_hooked(cuda: FakeCuda) -> None:
+    module = make_module([], cuda)
+    nixl.apply(module)
+    unhooked = set(methods_of(module)) - set(nixl.status()["nixl_cu12._api"]["hooked"])
+    nixl.remove()
+    assert unhooked == {"nixl_xfer_handle.__init__"}
+
+
+def test_signatures_and_names_stay(host: Nixl, cuda: FakeCuda) -> None:
+    plain = make_module([], cuda)
+    for name, function in methods_of(plain).items():
+        hooked = methods_of(host.module)[name]
+        assert inspect.signature(hooked) == inspect.signature(function) and hooked.__name__ == function.__name__
+
+
+def test_a_wrapper_on_top_is_told_and_left(cuda: FakeCuda) -> None:
+    module = make_module([], cuda)
+    nixl.apply(module)
+    ours = module.nixl_agent.transfer
+    module.nixl_agent.transfer = lambda *args: ours(*args)
+    with pytest.raises(PatchError, match=r"nixl_agent\.transfer"):
+        nixl.remove()
+    assert nixl.status() == {}
+
+
+@pytest.mark.parametrize("lack", ["nixl_agent", "transfer", "nixlBind"])
+def test_a_module_that_is_not_the_nixl_we_know_is_left_alone(cuda: FakeCuda, lack: str) -> None:
+    module = make_module([], cuda)
+    delattr(module.nixl_agent if lack == "transfer" else module, lack)
+    before = dict(vars(module)), dict(vars(module.nixl_agent)) if lack != "nixl_agent" else None
+    with pytest.raises(PatchError, match="not a NIXL that ctxfix knows"):
+        nixl.apply(module)
+    assert (dict(vars(module)), dict(vars(module.nixl_agent)) if lack != "nixl_agent" else None) == before
+
+
+def test_a_version_that_lacks_lesser_methods_is_patched_as_far_as_it_goes(cuda: FakeCuda) -> None:
+    module = make_module([], cuda)
+    del module.nixl_agent.prep_mem_view
+    nixl.apply(module)
+    assert nixl.status()["nixl_cu12._api"]["missing"] == ["nixl_agent.prep_mem_view"]
+    nixl.remove()
+
+
+def test_deactivation_in_the_middle_of_a_call_still_restores(host: Nixl, cuda: FakeCuda) -> None:
+    agent, address = host.agent(), cuda.alloc(1)
+    handle = agent.initialize_xfer("WRITE", one(address), None, "peer")
+    host.on("transfer", nixl.remove)
+    agent.transfer(handle)
+    assert cuda.depth() == 0
+    agent.transfer(handle)
+    assert host.context_of("transfer") == 0, "off"
+    assert driver.current() == 0
