@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ctxfix.affinity import bound
     from ctxfix.counters import snapshot as stats
     from ctxfix.errors import CtxfixError, DriverError, PatchError, SettingsError, UnknownOwnerError
-    from ctxfix.native import native_threads
+    from ctxfix.native.agents import native_threads
 
 __version__ = "0.1.0"
 
@@ -43,7 +43,7 @@ _HOMES = {
     "activate": ("ctxfix.activation", "activate"),
     "bound": ("ctxfix.affinity", "bound"),
     "deactivate": ("ctxfix.activation", "deactivate"),
-    "native_threads": ("ctxfix.native", "native_threads"),
+    "native_threads": ("ctxfix.native.agents", "native_threads"),
     "patch_nixl": ("ctxfix.activation", "patch_nixl"),
     "stats": ("ctxfix.counters", "snapshot"),
     "status": ("ctxfix._status", "status"),

@@ -240,9 +240,7 @@ def status() -> dict[str, Any]:
     slots, fabric = counts["slots"], counts["fabric"]
     problems = []
     if slots["write_failures"]:
-        problems.append(
-            f"{slots['write_failures']} import slots could not be written (errno {slots['errno']})"
-        )
+        problems.append(f"{slots['write_failures']} import slots could not be written (errno {slots['errno']})")
     if slots["protect_failures"]:
         problems.append(f"{slots['protect_failures']} pages could not be made read-only again")
     if slots["foreign"]:
@@ -250,13 +248,9 @@ def status() -> dict[str, Any]:
     if fabric["conflicts"]:
         problems.append("libfabric uses a second CUDA runtime, whose calls are neither bound nor counted")
     if fabric["unknown_async"]:
-        problems.append(
-            "libfabric uses stream calls unknown to ctxfix: its asynchronous copies are not bound"
-        )
+        problems.append("libfabric uses stream calls unknown to ctxfix: its asynchronous copies are not bound")
     if fabric["adopted"]:
-        problems.append(
-            "too late for libfabric's first use: the calls it had found were exchanged in its table"
-        )
+        problems.append("too late for libfabric's first use: the calls it had found were exchanged in its table")
     return {
         "available": True,
         "installed": _installed,
