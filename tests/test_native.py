@@ -46,9 +46,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Path:
     library("libfabric.so.1", RIG / "fabric.c", "-Wl,--no-as-needed", folder / "libnext.so", "-ldl")
     library("libfabric-linked.so.1", "-DLINKED", RIG / "fabric.c", *cuda)
     for binding in ("lazy", "now"):
-        library(
-            f"libthreads-{binding}.so", RIG / "threads.c", *cuda, f"-Wl,-z,{binding},-z,relro", "-lpthread"
-        )
+        library(f"libthreads-{binding}.so", RIG / "threads.c", *cuda, f"-Wl,-z,{binding},-z,relro", "-lpthread")
     library("libplugin_LIBFABRIC.so", "-DPLUGIN", RIG / "threads.c", *cuda, "-lpthread")
     library("libloader.so", "-DLOADER", RIG / "threads.c", "-ldl")
     return folder
@@ -492,9 +490,7 @@ def test_nixl_cannot_leave_a_held_context(rig: Path) -> None:
 
 
 def harness(rig: Path, name: str, *flags: str) -> Path:
-    starter = compile_c(
-        rig / f"libstarter-{name}.so", *flags, "-shared", "-fPIC", RIG / "starter.c", "-lpthread"
-    )
+    starter = compile_c(rig / f"libstarter-{name}.so", *flags, "-shared", "-fPIC", RIG / "starter.c", "-lpthread")
     sources = [SOURCES / f"{part}.c" for part in ("driver", "fabric", "slots", "threads")]
     return compile_c(
         rig / f"harness-{name}", *flags, f"-I{SOURCES}", RIG / "harness.c", *sources, starter, rig / "libcuda.so.1",

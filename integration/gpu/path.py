@@ -66,9 +66,7 @@ def sender(pipe: Connection, a: dict[str, Any]) -> dict[str, Any]:
                 state, post_ms, ms = transfer(agent, handle)
                 agent.release_xfer_handle(handle)
                 pipe.send(used)
-                rows.append(
-                    {"state": state, "post_ms": post_ms, "ms": ms, "bytes_right": pipe.recv() == sums[used]}
-                )
+                rows.append({"state": state, "post_ms": post_ms, "ms": ms, "bytes_right": pipe.recv() == sums[used]})
                 pipe.recv()
                 report.setdefault("used_mib_first", used_mib())
             report["cases"].append({"bytes": used, "count": count, "transfers": rows})
@@ -111,9 +109,7 @@ def main() -> None:
     parser.add_argument("--dst", type=int, default=1)
     parser.add_argument("--backend", default="LIBFABRIC")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--cases", type=case, nargs="+", default=[case("2147483648/8"), case("254803968/321")]
-    )
+    parser.add_argument("--cases", type=case, nargs="+", default=[case("2147483648/8"), case("254803968/321")])
     parser.add_argument("--reference", action="store_true")
     parser.add_argument("--limit", type=float, default=150, help="seconds")
     a = vars(parser.parse_args())

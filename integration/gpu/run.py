@@ -50,9 +50,7 @@ def version_of(nixl: Path) -> str:
 
 def build_fabric(libfabric: Path, folder: Path) -> Path:
     target = folder / f"fabric-{libfabric.name}.so"
-    include = next(
-        (d / "include" for d in (libfabric, libfabric.parent) if (d / "include" / "rdma").is_dir())
-    )
+    include = next((d / "include" for d in (libfabric, libfabric.parent) if (d / "include" / "rdma").is_dir()))
     command = ["cc", "-std=gnu11", "-O2", "-fPIC", "-shared", f"-I{include}", str(HERE / "fabric.c")]
     subprocess.run([*command, "-o", str(target), "-ldl"], check=True)
     return target
@@ -144,9 +142,7 @@ def path_lines(result: dict[str, Any], route: str) -> list[str]:
             f"  best {min(row['ms'] for row in rows):8.2f} ms  bytes {'right' if right else 'WRONG'}"
             f"  GPU0 +{grown(result)} MiB  {result['fabric']}"
         )
-    return lines or [
-        f"{head} FAILED {result.get('sender')} {result.get('receiver')} {result['stderr'][-300:]}"
-    ]
+    return lines or [f"{head} FAILED {result.get('sender')} {result.get('receiver')} {result['stderr'][-300:]}"]
 
 
 def stale_line(result: dict[str, Any], route: str) -> str:
@@ -173,18 +169,14 @@ def machine() -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pair", action="append", required=True, metavar="NIXL:LIBFABRIC")
     parser.add_argument("--libraries", action="append", default=[], help="more folders of libraries")
     parser.add_argument("--out", type=Path, default=Path("gpu-results.json"))
     parser.add_argument("--programs", nargs="+", default=["path", "stale"], choices=["path", "stale"])
     parser.add_argument("--routes", nargs="+", default=list(ROUTES), help="SRC:DST devices")
     parser.add_argument("--ctxfix", default="both", choices=["both", "with", "without"])
-    parser.add_argument(
-        "--launcher", default="", help="put before the program in runs with ctxfix: 'ctxfix run --'"
-    )
+    parser.add_argument("--launcher", default="", help="put before the program in runs with ctxfix: 'ctxfix run --'")
     parser.add_argument("--backend", default="LIBFABRIC")
     parser.add_argument("--cases", nargs="+", help="BYTES/COUNT, for path.py")
     parser.add_argument("--rounds", type=int, default=5, help="transfers a case, for path.py")
@@ -213,13 +205,9 @@ def main() -> None:
             command = [sys.executable, str(HERE / "path.py"), "--reference", "--src", src, "--dst", dst]
             environment = {**os.environ, "CTXFIX_DISABLE": "1"}
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
-            line = next(
-                (text for text in done.stdout.splitlines() if text.startswith("RESULT ")), "RESULT {}"
-            )
+            line = next((text for text in done.stdout.splitlines() if text.startswith("RESULT ")), "RESULT {}")
             reference = {**json.loads(line[7:]), "program": "reference", "route": route}
-            keep(
-                reference, [f"plain torch copy {route}: {reference.get('reference_ms', float('nan')):.2f} ms"]
-            )
+            keep(reference, [f"plain torch copy {route}: {reference.get('reference_ms', float('nan')):.2f} ms"])
         for bench in benches:
             for route in a.routes:
                 src, dst = route.split(":")
