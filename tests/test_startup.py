@@ -362,8 +362,11 @@ def test_patch_and_unpatch_one_host(patch: Patch, package: Write) -> None:
     assert activation._unpatch("fakepatch") == {HOST: "not patched"}
     assert not hasattr(module, "patched")
     importlib.reload(module)
+    _startup.install()
     assert not hasattr(module, "patched"), "patched again although the user took it off"
     assert activation._patch("fakepatch") == {HOST: "patched"} and module.patched
+    activation._unpatch("fakepatch")
+    assert ctxfix.activate() and module.patched, "activate() switches everything on"
 
 
 def test_deactivate_undoes_and_activate_redoes(patch: Patch, package: Write) -> None:
