@@ -5,6 +5,8 @@ Importing the package activates it: one import finder is installed, which patche
 program imports it. Nothing else is loaded before that; the names below resolve on first use.
 """
 
+import sys
+
 from ctxfix import _startup
 
 TYPE_CHECKING = False  # `typing` is not loaded at interpreter start; type checkers know the bare name
@@ -56,7 +58,12 @@ def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'ctxfix' has no attribute {name!r}")
     module, attribute = _HOMES[name]
-    value = globals()[name] = getattr(__import__(module, fromlist=(attribute,)), attribute)
+    try:
+        value = getattr(__import__(module, fromlist=(attribute,)), attribute)
+    except ImportError as error:
+        # Whoever goes through all names (inspect, completion) expects this error and no other.
+        raise AttributeError(f"ctxfix.{name} cannot be loaded in {sys.executable}: {error}") from error
+    globals()[name] = value
     return value
 
 
