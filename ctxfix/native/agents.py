@@ -107,8 +107,8 @@ def native_threads(memory: Any = None) -> Iterator[None]:
     """For the length of a ``with`` block, native threads that this thread starts begin in the right context.
 
     For engines that bring their own threads: make them inside. The context is that of ``memory`` (a CUDA tensor, a
-    descriptor, an address), or without it what :func:`ctxfix.affinity.preferred` names. Threads which those threads start
-    inherit it too. Without the C extension nothing happens, and one warning says so.
+    descriptor, an address), or without it what :func:`ctxfix.affinity.preferred` names. Threads which those threads
+    start inherit it too. Without the C extension nothing happens, and one warning says so.
 
     Raises:
         UnknownOwnerError: ``memory`` is no GPU memory of this process.

@@ -237,8 +237,8 @@ def _no_ipc(address: int, owner: Owner) -> None:
     counters.count("ranges_without_ipc")
     guard.warn_once(
         "no_ipc",
-        f"ctxfix: memory at {address:#x} on device {owner.device} can never take CUDA IPC (it is VMM memory or from a memory "
-        "pool), so transfers inside the node go through host memory. With PyTorch set "
+        f"ctxfix: memory at {address:#x} on device {owner.device} can never take CUDA IPC (it is VMM memory or from a "
+        "memory pool), so transfers inside the node go through host memory. With PyTorch set "
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False.",
     )
 
