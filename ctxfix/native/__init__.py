@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Native threads that inherit a context, and libfabric's CUDA calls bound to the memory they touch and counted.
 
-The work is done by a small C extension, ``_native``. It is optional: ask :func:`available` first; without it every other
-function here raises :class:`~ctxfix.errors.CtxfixError` with the :func:`reason`. It never creates a context, never
-initialises CUDA, loads no library, and in a forked child it is off until the child arms.
+The work is done by a small C extension, ``_native``. It is optional: ask :func:`available` first; without it
+:func:`native_threads` does nothing and every other function raises :class:`~ctxfix.errors.CtxfixError` with the
+:func:`reason`. It never creates a context, never initialises CUDA, loads no library, and in a forked child it is off
+until the child arms.
 
 Contexts are ``CUcontext`` values as integers, 0 for none.
 """
@@ -36,6 +37,7 @@ __all__ = [
     "group_info",
     "hold",
     "install",
+    "native_threads",
     "new_group",
     "reason",
     "remove",
@@ -105,9 +107,9 @@ class CallCounts(TypedDict):
 class Counters(TypedDict):
     """All counts since the process started; ``calls`` is by device ordinal (-1: none or unknown), then by kind.
 
-    Kinds: range (cuMemGetAddressRange), get_handle, open_handle, close_handle (cudaIpc*), copy_dtod, copy_htod, copy_dtoh,
-    copy_other (cudaMemcpy, by what the two addresses are), copy_async (started, not ended), dmabuf, set_attribute, runtime
-    (host registration, allocation, synchronisation).
+    Kinds: range (cuMemGetAddressRange), get_handle, open_handle, close_handle (cudaIpc*), copy_dtod, copy_htod,
+    copy_dtoh, copy_other (cudaMemcpy, by what the two addresses are), copy_async (started, not ended), dmabuf,
+    set_attribute, runtime (host registration, allocation, synchronisation).
     """
 
     threads: dict[str, int]
@@ -135,8 +137,9 @@ def _native_module() -> Any:
 def install(late_objects: tuple[str, ...] = LATE_OBJECTS) -> None:
     """Hook the import slots of all loaded objects; call it again, cheaply, whenever libraries may have come.
 
-    Call it before libfabric is used for the first time (when NIXL's Python module is imported is early enough). A libfabric
-    that was in use already is adopted: the calls it had found are exchanged in its own table, and counted as ``adopted``.
+    Call it before libfabric is used for the first time (when NIXL's Python module is imported is early enough). A
+    libfabric that was in use already is adopted: the calls it had found are exchanged in its own table, and counted as
+    ``adopted``.
     """
     global _installed
     native = _native_module()
@@ -197,6 +200,24 @@ def armed(context: int, group: int = 0) -> Iterator[None]:
         yield
     finally:
         disarm(previous)
+
+
+@contextlib.contextmanager
+def native_threads(context: int = 0) -> Iterator[None]:
+    """Native threads that libraries start in the ``with`` block, on this thread, begin in the right context.
+
+    That is ``context``, or what :func:`ctxfix.affinity.preferred` says. Where the extension is missing or
+    CTXFIX_NATIVE_THREADS=off, they start as they would without ctxfix; ``ctxfix status`` says so.
+    """
+    from ctxfix import affinity, driver, settings
+
+    if _extension is None or settings.current().native_threads == "off":
+        yield
+        return
+    driver.attach()
+    install()
+    with armed(context or affinity.preferred(driver.current()), new_group()):
+        yield
 
 
 def set_home(context: int) -> None:
