@@ -11,6 +11,7 @@ Contexts are ``CUcontext`` values as integers, 0 for none.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
@@ -143,6 +144,8 @@ def install(late_objects: tuple[str, ...] = LATE_OBJECTS) -> None:
     native = _native_module()
     if not _installed:
         native.set_late(tuple(late_objects))
+        if "CTXFIX_TEST_COPY_MODE" in os.environ:  # for measuring; see copy_mode
+            native.copy_mode(int(os.environ["CTXFIX_TEST_COPY_MODE"]))
     native.scan()
     _installed = True
 
