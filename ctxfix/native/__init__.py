@@ -2,9 +2,8 @@
 """Native threads that inherit a context, and libfabric's CUDA calls bound to the memory they touch and counted.
 
 The work is done by a small C extension, ``_native``. It is optional: ask :func:`available` first; without it
-:func:`native_threads` does nothing and every other function raises :class:`~ctxfix.errors.CtxfixError` with the
-:func:`reason`. It never creates a context, never initialises CUDA, loads no library, and in a forked child it is off
-until the child arms.
+every other function raises :class:`~ctxfix.errors.CtxfixError` with the :func:`reason`. It never creates a context,
+never initialises CUDA, loads no library, and in a forked child it is off until the child arms.
 
 Contexts are ``CUcontext`` values as integers, 0 for none.
 """
@@ -37,7 +36,6 @@ __all__ = [
     "group_info",
     "hold",
     "install",
-    "native_threads",
     "new_group",
     "reason",
     "remove",
@@ -200,24 +198,6 @@ def armed(context: int, group: int = 0) -> Iterator[None]:
         yield
     finally:
         disarm(previous)
-
-
-@contextlib.contextmanager
-def native_threads(context: int = 0) -> Iterator[None]:
-    """Native threads that libraries start in the ``with`` block, on this thread, begin in the right context.
-
-    That is ``context``, or what :func:`ctxfix.affinity.preferred` says. Where the extension is missing or
-    CTXFIX_NATIVE_THREADS=off, they start as they would without ctxfix; ``ctxfix status`` says so.
-    """
-    from ctxfix import affinity, driver, settings
-
-    if _extension is None or settings.current().native_threads == "off":
-        yield
-        return
-    driver.attach()
-    install()
-    with armed(context or affinity.preferred(driver.current()), new_group()):
-        yield
 
 
 def set_home(context: int) -> None:
