@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Native threads that inherit a context, and libfabric's CUDA calls bound to the memory they touch and counted.
 
-The work is done by a small C extension, ``_native``. It is optional: ask :func:`available` first; without it every
-other function raises :class:`~ctxfix.errors.CtxfixError` with the :func:`reason`. It never creates a context, never
-initialises CUDA, loads no library, and in a forked child it is off until the child arms.
+The work is done by a small C extension, ``_native``. It is optional: ask :func:`available` first; without it
+every other function raises :class:`~ctxfix.errors.CtxfixError` with the :func:`reason`. It never creates a context,
+never initialises CUDA, loads no library, and in a forked child it is off until the child arms.
 
 Contexts are ``CUcontext`` values as integers, 0 for none.
 """
