@@ -54,6 +54,7 @@ struct cx_driver {
 	int (*ctx_device)(int *);
 	int (*pointer_attribute)(void *, int, cx_ptr);
 	/* The rest may be missing (NULL) in a driver too old, or in a stand-in. */
+	int (*pointer_attributes)(unsigned, const int *, void **, cx_ptr);
 	int (*ctx_id)(void *, unsigned long long *);
 	int (*device_count)(int *);
 	int (*primary_state)(int, unsigned *, int *);
@@ -78,6 +79,9 @@ const struct cx_driver *cx_driver(void);
 /* The context that owns the memory at p: the recorded one; for memory without one (VMM, pools) the primary
  * context of its device if that is active; else NULL, which is also the answer for plain host memory. */
 void *cx_owner(const struct cx_driver *d, cx_ptr p);
+
+/* Whether p is device memory, and its owner as above; one call of the driver's where it can. */
+bool cx_look(const struct cx_driver *d, cx_ptr p, void **owner);
 
 /* The primary context of the only device that has an active one, else NULL. */
 void *cx_only_primary(const struct cx_driver *d);

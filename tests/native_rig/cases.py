@@ -395,9 +395,22 @@ def streams_and_events_are_at_home_everywhere() -> None:
             break
     assert r == 0 and all(c.string_at(b, 64) == b"F" * 64 for _, b in pairs)
     assert calls(1, "copy_async")["calls"] == calls(2, "copy_async")["calls"] == 1
+    cu.stub_destroy(2)  # its stream and event are gone, those of the other GPU go on
+    a, b = pairs[0]
+    c.memset(a, 71, 64)
+    assert lf.lf_start(b, a, 64, s, e) == 0
+    while lf.lf_query(e):
+        pass
+    assert c.string_at(b, 64) == b"G" * 64
+    more = [(c.c_void_p(), c.c_void_p()) for _ in range(20)]
+    for s2, e2 in more:
+        assert lf.lf_stream(c.byref(s2)) == 0 and lf.lf_event(c.byref(e2)) == 0
+        assert lf.lf_start(b, a, 64, s2, e2) == 0
+    assert c.c_int.in_dll(cu, "stub_streams").value == 9  # eight in use on GPU 1, one that GPU 2 had
     native.remove()
     assert lf.lf_query(e) in (0, 600)  # what was handed out stays usable
-    assert lf.lf_destroy(s, e) == 0 and c.c_int.in_dll(cu, "stub_streams").value == 0
+    for s2, e2 in [(s, e), *more]:
+        assert lf.lf_destroy(s2, e2) == 0
 
 
 def unknown_stream_calls_switch_the_stand_ins_off() -> None:
