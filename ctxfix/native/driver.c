@@ -108,13 +108,15 @@ unsigned long long cx_context_id(const struct cx_driver *d, void *context)
 	return id;
 }
 
+bool cx_alive(const struct cx_driver *d, void *context) { return !d->ctx_id || cx_context_id(d, context) != 0; }
+
 struct cx_entry cx_enter(const struct cx_driver *d, void *context)
 {
 	struct cx_entry entry = { false, CX_MAX_DEVICES };
 	void *current = NULL;
 	int device = -1;
 	d->ctx_get(&current);
-	if (context && current != context) {
+	if (context && current != context && cx_alive(d, context)) {
 		entry.pushed = d->ctx_push(context) == CX_OK;
 		if (entry.pushed)
 			current = context;

@@ -58,9 +58,9 @@ static void count(struct cx_entry e, enum cx_kind kind, int result, size_t bytes
 static void *somewhere(const struct cx_driver *d)
 {
 	void *context = cx_thread_context();
-	if (!context)
+	if (!context || !cx_alive(d, context))
 		context = atomic_load(&home);
-	return context ? context : cx_only_primary(d);
+	return context && cx_alive(d, context) ? context : cx_only_primary(d);
 }
 
 static void *somewhere_if_bare(const struct cx_driver *d)

@@ -85,12 +85,16 @@ void *cx_only_primary(const struct cx_driver *d);
 /* An identity that a context made later at the same address does not share (0 where the driver cannot say). */
 unsigned long long cx_context_id(const struct cx_driver *d, void *context);
 
+/* The driver makes a destroyed context current without an error, and the process dies of it when the thread ends
+ * (measured, driver 580); but a destroyed one has no id. */
+bool cx_alive(const struct cx_driver *d, void *context);
+
 struct cx_entry {
 	bool pushed;
 	int device; /* ordinal of the context now current, CX_MAX_DEVICES if none */
 };
 
-/* Make context current for one call (NULL: leave the thread as it is), and give back what was there. */
+/* Make context current for one call (NULL, destroyed: leave the thread as it is), and give back what was there. */
 struct cx_entry cx_enter(const struct cx_driver *d, void *context);
 void cx_leave(const struct cx_driver *d, struct cx_entry entry);
 

@@ -66,6 +66,15 @@ def merged(counts: list[Path]) -> dict[str, dict[str, int]]:
     return total
 
 
+def reference(src: int, dst: int) -> dict[str, Any]:
+    """A plain torch copy of the largest case, in a process without ctxfix."""
+    command = [sys.executable, str(HERE / "path.py"), "--reference", "--src", str(src), "--dst", str(dst)]
+    environment = {**os.environ, "CTXFIX_DISABLE": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    line = next((text for text in done.stdout.splitlines() if text.startswith("RESULT ")), None)
+    return dict(json.loads(line[7:])) if line else {"error": done.stderr[-2000:]}
+
+
 class Bench:
     """One pair of NIXL and libfabric."""
 
@@ -201,13 +210,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         benches = [Bench(pair, a, Path(folder)) for pair in a.pair]
         for route in a.routes if "path" in a.programs else ():
-            src, dst = route.split(":")
-            command = [sys.executable, str(HERE / "path.py"), "--reference", "--src", src, "--dst", dst]
-            environment = {**os.environ, "CTXFIX_DISABLE": "1"}
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
-            line = next((text for text in done.stdout.splitlines() if text.startswith("RESULT ")), "RESULT {}")
-            reference = {**json.loads(line[7:]), "program": "reference", "route": route}
-            keep(reference, [f"plain torch copy {route}: {reference.get('reference_ms', float('nan')):.2f} ms"])
+            src, dst = map(int, route.split(":"))
+            plain = {**reference(src, dst), "program": "reference", "route": route}
+            keep(plain, [f"plain torch copy {route}: {plain.get('reference_ms', float('nan')):.2f} ms"])
         for bench in benches:
             for route in a.routes:
                 src, dst = route.split(":")

@@ -166,6 +166,11 @@ def a_destroyed_context_leaves_the_thread_alone() -> None:
     with native.armed(cu.stub_context(2)):
         assert t.t_device() == -1
     assert native.counters()["threads"]["failed"] == 2 and native.group_info(g).failed == 1
+    lf = fabric()
+    native.install()
+    lf.lf_init()
+    native.set_home(cu.stub_context(2))
+    assert lf.lf_register(None, 0) == 0 and c.c_int.in_dll(cu, "stub_dead_uses").value == 0
     e.engine_stop(x)
 
 
