@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Native threads that inherit a context, and libfabric's CUDA calls bound to the memory they touch and counted.
 
-The work is done by a small C extension, ``_native``. It is optional: ask :func:`available` first; without it every other
-function here raises :class:`~ctxfix.errors.CtxfixError` with the :func:`reason`. It never creates a context, never
-initialises CUDA, loads no library, and in a forked child it is off until the child arms.
+The work is done by a small C extension, ``_native``. It is optional: ask :func:`available` first; without it
+every other function raises :class:`~ctxfix.errors.CtxfixError` with the :func:`reason`. It never creates a context,
+never initialises CUDA, loads no library, and in a forked child it is off until the child arms.
 
 Contexts are ``CUcontext`` values as integers, 0 for none.
 """
@@ -105,9 +105,9 @@ class CallCounts(TypedDict):
 class Counters(TypedDict):
     """All counts since the process started; ``calls`` is by device ordinal (-1: none or unknown), then by kind.
 
-    Kinds: range (cuMemGetAddressRange), get_handle, open_handle, close_handle (cudaIpc*), copy_dtod, copy_htod, copy_dtoh,
-    copy_other (cudaMemcpy, by what the two addresses are), copy_async (started, not ended), dmabuf, set_attribute, runtime
-    (host registration, allocation, synchronisation).
+    Kinds: range (cuMemGetAddressRange), get_handle, open_handle, close_handle (cudaIpc*), copy_dtod, copy_htod,
+    copy_dtoh, copy_other (cudaMemcpy, by what the two addresses are), copy_async (started, not ended), dmabuf,
+    set_attribute, runtime (host registration, allocation, synchronisation).
     """
 
     threads: dict[str, int]
@@ -135,8 +135,9 @@ def _native_module() -> Any:
 def install(late_objects: tuple[str, ...] = LATE_OBJECTS) -> None:
     """Hook the import slots of all loaded objects; call it again, cheaply, whenever libraries may have come.
 
-    Call it before libfabric is used for the first time (when NIXL's Python module is imported is early enough). A libfabric
-    that was in use already is adopted: the calls it had found are exchanged in its own table, and counted as ``adopted``.
+    Call it before libfabric is used for the first time (when NIXL's Python module is imported is early enough). A
+    libfabric that was in use already is adopted: the calls it had found are exchanged in its own table, and counted as
+    ``adopted``.
     """
     global _installed
     native = _native_module()

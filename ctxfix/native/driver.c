@@ -5,8 +5,10 @@
 
 #if CX_SUPPORTED
 #include <dlfcn.h>
+#include <pthread.h>
 
 static struct cx_driver table;
+static pthread_mutex_t filling = PTHREAD_MUTEX_INITIALIZER;
 static _Atomic(const struct cx_driver *) ready;
 
 const struct cx_driver *cx_driver(void)
@@ -33,16 +35,22 @@ const struct cx_driver *cx_driver(void)
 		CALL(event_sync, "cuEventSynchronize"), CALL(event_query, "cuEventQuery"),
 #undef CALL
 	};
-	/* Two threads may both come here; they write the same words. */
-	for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
-		void *f = dlsym(lib, names[i].name);
-		__atomic_store_n((void **)((char *)&table + names[i].at), f, __ATOMIC_RELAXED);
+	void *found[sizeof names / sizeof *names];
+	for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+		found[i] = dlsym(lib, names[i].name); /* outside the lock: it takes the loader's */
+	pthread_mutex_lock(&filling);
+	d = atomic_load_explicit(&ready, memory_order_relaxed);
+	if (!d) {
+		for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+			*(void **)((char *)&table + names[i].at) = found[i];
+		if (table.ctx_get && table.ctx_set && table.ctx_push && table.ctx_pop && table.ctx_device &&
+		    table.pointer_attribute) {
+			d = &table;
+			atomic_store_explicit(&ready, d, memory_order_release);
+		}
 	}
-	if (!table.ctx_get || !table.ctx_set || !table.ctx_push || !table.ctx_pop || !table.ctx_device ||
-	    !table.pointer_attribute)
-		return NULL;
-	atomic_store_explicit(&ready, &table, memory_order_release);
-	return &table;
+	pthread_mutex_unlock(&filling);
+	return d;
 }
 
 static void *active_primary(const struct cx_driver *d, int device)

@@ -75,7 +75,7 @@ enum call {
 	RANGE, RANGE_V2, GET_HANDLE, OPEN_HANDLE, CLOSE_HANDLE, MEMCPY, MEMCPY_ASYNC, DTOD_ASYNC, DTOD_ASYNC_V2, DMABUF,
 	SET_ATTRIBUTE, HOST_REGISTER, HOST_UNREGISTER, HOST_ALLOC, HOST_FREE, MALLOC, FREE, DEVICE_SYNC, STREAM_CREATE,
 	STREAM_DESTROY, STREAM_DESTROY_V2, STREAM_SYNC, EVENT_CREATE, EVENT_DESTROY, EVENT_DESTROY_V2, EVENT_RECORD,
-	EVENT_SYNC, EVENT_QUERY, CALLS
+	EVENT_SYNC, EVENT_QUERY, CTX_CREATE, CTX_DESTROY, CALLS
 };
 static struct cx_rule rules[CALLS + 1]; /* the last is dlsym */
 
@@ -378,6 +378,32 @@ typedef int nothing_call(void);
 /* libfabric waits after a copy whose host end CUDA does not know: for the copy's context, then. */
 static int my_device_sync(void) { SOME(DEVICE_SYNC, nothing_call, copied_in ? copied_in : somewhere_if_bare(d)); }
 
+/* efa's provider looks once whether the NIC can reach GPU memory; since 2.5 in a context that it makes for that on GPU 0
+ * (efa_hmem.c), half a GiB for a moment in every rank. Any context will do: one that is there is lent. */
+static char lent;
+typedef int ctx_create_call(void **, unsigned, int);
+static int my_ctx_create(void **out, unsigned flags, int device)
+{
+	REAL(CTX_CREATE, ctx_create_call);
+	const struct cx_driver *d = active();
+	void *context = NULL;
+	if (d && d->ctx_get(&context) == CX_OK && !context)
+		context = somewhere(d);
+	if (context && d->ctx_push(context) == CX_OK) {
+		*out = &lent;
+		return CX_OK;
+	}
+	return call(out, flags, device);
+}
+static int my_ctx_destroy(void *context)
+{
+	REAL(CTX_DESTROY, pointer_call);
+	const struct cx_driver *d = cx_driver();
+	if (context != &lent || !d)
+		return call(context);
+	return d->ctx_pop(&context);
+}
+
 typedef int dmabuf_call(void *, cx_ptr, size_t, int, unsigned long long);
 static int my_dmabuf(void *out, cx_ptr p, size_t n, int type, unsigned long long flags)
 {
@@ -647,6 +673,7 @@ static struct cx_rule rules[CALLS + 1] = {
 	CALL(EVENT_DESTROY_V2, "cuEventDestroy_v2", my_event_destroy_v2),
 	CALL(EVENT_RECORD, "cuEventRecord", my_event_record), CALL(EVENT_SYNC, "cuEventSynchronize", my_event_sync),
 	CALL(EVENT_QUERY, "cuEventQuery", my_event_query),
+	CALL(CTX_CREATE, "cuCtxCreate_v2", my_ctx_create), CALL(CTX_DESTROY, "cuCtxDestroy_v2", my_ctx_destroy),
 	[CALLS] = { .symbol = "dlsym", .where = CX_FABRIC, .hook = (void *)hook_dlsym, .hook_for = cx_one_hook, .original_of = cx_one_original },
 };
 

@@ -122,7 +122,10 @@ void cx_threads_forked(void)
 static void bind(struct group *g, void *context, bool late)
 {
 	const struct cx_driver *d = cx_driver();
-	if (d && d->ctx_set(context) == CX_OK) {
+	/* The driver takes a destroyed context without an error, and the process dies of it when the thread ends
+	 * (measured, driver 580); but a destroyed one has no id. */
+	bool alive = d && (!d->ctx_id || cx_context_id(d, context));
+	if (alive && d->ctx_set(context) == CX_OK) {
 		atomic_fetch_add(&cx_thread_counts.bound, 1);
 		if (late)
 			atomic_fetch_add(&cx_thread_counts.late, 1);
@@ -266,7 +269,7 @@ static void *create_original(struct cx_rule *rule, void *value)
  * itself is left alone, since it looks at its caller's address for the search path. So does dlsym for RTLD_NEXT: the last
  * line is a jump, not a call, and dlsym sees the true caller. */
 enum { RULE_CREATE, RULE_DLSYM, RULE_MUTEX, RULE_NANOSLEEP, RULE_CLOCK_NANOSLEEP, RULE_USLEEP, RULE_YIELD, RULE_EPOLL,
-       RULE_POLL, RULE_SET_DEVICE, RULE_SET_CURRENT, RULES };
+       RULE_POLL, RULE_SET_DEVICE, RULE_SET_CURRENT, RULE_ATTRIBUTES, RULES };
 static struct cx_rule rules[RULES];
 #define ORIGINAL(rule, type) ((type *)atomic_load_explicit(&rules[rule].original, memory_order_relaxed))
 
@@ -358,6 +361,21 @@ static int hook_set_device(int device) { return keep() ? CX_OK : ORIGINAL(RULE_S
 typedef int set_current_call(void *);
 static int hook_set_current(void *c) { return keep() ? CX_OK : ORIGINAL(RULE_SET_CURRENT, set_current_call)(c); }
 
+/* Asked once for each registration, and kept: NIXL 1.4.0 refuses to post memory whose recorded context is NULL (VMM memory,
+ * pools), and 1.1.0 registers it in whatever context there is. The answer is what a cudaSetDevice would make current. */
+typedef int attributes_call(unsigned, const int *, void **, cx_ptr);
+static int hook_attributes(unsigned n, const int *attributes, void **data, cx_ptr p)
+{
+	int r = ORIGINAL(RULE_ATTRIBUTES, attributes_call)(n, attributes, data, p);
+	const struct cx_driver *d;
+	if (r != CX_OK || atomic_load(&cx_off) || !(d = cx_driver()))
+		return r;
+	for (unsigned i = 0; i < n; i++)
+		if (attributes[i] == CX_ATTRIBUTE_CONTEXT && !*(void **)data[i])
+			*(void **)data[i] = cx_owner(d, p);
+	return r;
+}
+
 #define ONE(name, place, f) { .symbol = name, .where = place, .hook = (void *)f, .hook_for = cx_one_hook, .original_of = cx_one_original }
 static struct cx_rule rules[RULES] = {
 	[RULE_CREATE] = { .symbol = "pthread_create", .where = CX_ANYWHERE, .hook_for = create_hook, .original_of = create_original },
@@ -371,6 +389,7 @@ static struct cx_rule rules[RULES] = {
 	[RULE_POLL] = ONE("poll", CX_LATE, hook_poll),
 	[RULE_SET_DEVICE] = ONE("cudaSetDevice", CX_PLUGIN, hook_set_device),
 	[RULE_SET_CURRENT] = ONE("cuCtxSetCurrent", CX_PLUGIN, hook_set_current),
+	[RULE_ATTRIBUTES] = ONE("cuPointerGetAttributes", CX_PLUGIN, hook_attributes),
 };
 
 void cx_threads_init(void)

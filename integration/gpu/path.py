@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How fast, and by which path, a thread that set no device moves GPU memory to another process.
 
-Each case is BYTES/COUNT: that many bytes in that many descriptors of equal size. Bytes are compared after each transfer.
+Each case is BYTES/COUNT: that many bytes in that many descriptors of equal size. The sums of all bytes on both sides
+are compared after each transfer.
 """
 
 from __future__ import annotations

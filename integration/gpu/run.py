@@ -3,9 +3,9 @@
 
     python integration/gpu/run.py --pair DIR_OF_NIXL:DIR_OF_LIBFABRIC … --out results.json
 
-DIR_OF_NIXL holds the package nixl_cu13 (or nixl_cu12) and its libraries, DIR_OF_LIBFABRIC libfabric.so.1 (itself or in lib/) and
-include/. Further library folders: --libraries. Needs two NVIDIA GPUs with peer access, torch, pynvml and a C compiler.
-"Without" is the same program with CTXFIX_DISABLE=1.
+DIR_OF_NIXL holds the package nixl_cu13 (or nixl_cu12) and its libraries, DIR_OF_LIBFABRIC libfabric.so.1 (itself or in
+lib/) and include/. Further library folders: --libraries. Needs two NVIDIA GPUs with peer access, torch, pynvml and a C
+compiler. "Without" is the same program with CTXFIX_DISABLE=1.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def version_of(nixl: Path) -> str:
 
 def build_fabric(libfabric: Path, folder: Path) -> Path:
     target = folder / f"fabric-{libfabric.name}.so"
-    include = next((d / "include" for d in (libfabric, libfabric.parent) if (d / "include" / "rdma").is_dir()))
+    include = next(d / "include" for d in (libfabric, libfabric.parent) if (d / "include" / "rdma").is_dir())
     command = ["cc", "-std=gnu11", "-O2", "-fPIC", "-shared", f"-I{include}", str(HERE / "fabric.c")]
     subprocess.run([*command, "-o", str(target), "-ldl"], check=True)
     return target

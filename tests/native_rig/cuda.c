@@ -98,6 +98,8 @@ int cuDeviceGetCount(int *n) { *n = 8; return 0; }
 int cuDevicePrimaryCtxGetState(int d, unsigned *f, int *active) { *f = 0; *active = contexts[d].active; return 0; }
 int cuDevicePrimaryCtxRetain(void **c, int d) { *c = stub_context(d); return 0; }
 int cuDevicePrimaryCtxRelease_v2(int d) { (void)d; return 0; }
+int cuCtxCreate_v2(void **c, unsigned flags, int device) { (void)flags, (void)device; return cuCtxPushCurrent_v2(*c = stub_context(7)); }
+int cuCtxDestroy_v2(void *c) { return current() == c ? cuCtxPopCurrent_v2(&c) : 1; }
 int cuPointerGetAttribute(void *out, int attribute, ptr p)
 {
 	struct memory *m = find(p);
