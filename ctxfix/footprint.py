@@ -40,9 +40,9 @@ def check() -> None:
         counters.count("stray_contexts")
         guard.warn_once(
             f"stray_context:{device}",
-            f"ctxfix: this process (pid {os.getpid()}) holds a CUDA context on device {device}, where it has registered "
+            f"ctxfix: this process (pid {os.getpid()}) holds a CUDA context on device {device}, where it registered "
             "and allocated nothing: about 0.5 GB of that GPU. Some thread used CUDA before it had a context: call "
-            "torch.cuda.set_device first in every process and thread, or set CUDA_VISIBLE_DEVICES to the GPUs it needs.",
+            "torch.cuda.set_device first in every process and thread, or set CUDA_VISIBLE_DEVICES to what it needs.",
         )
 
 
