@@ -9,14 +9,16 @@ are plain functions, because a wrapt call costs 0.6 to 0.8 µs, more than everyt
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib import import_module
 from types import ModuleType, TracebackType
 from typing import Any, NamedTuple
 
 import wrapt
 
-from ctxfix import affinity, counters, driver, guard
+from ctxfix import affinity, counters, driver, guard, settings
 from ctxfix.driver import Owner
 from ctxfix.errors import DriverError, PatchError
 from ctxfix.patches import descriptors
@@ -473,6 +475,9 @@ def apply(module: ModuleType) -> None:
     if done is not None and done.patches[0].owner is agent:
         return
     driver.attach()
+    if settings.current().record is not None:
+        # Under our own hooks, so that what is recorded is what NIXL finds.
+        import_module("ctxfix.evidence.recorder").attach(module)
     hooks: list[tuple[type, str, Callable[[Hook], Hook]]] = [
         (agent, name, functools.partial(_wrapt, hook)) for name, hook in _set_up_hooks(vram).items()
     ]
@@ -524,6 +529,8 @@ def remove() -> None:
             else:
                 stuck.append(f"{name}.{patch.owner.__name__}.{patch.name}")
         del _applied[name]
+        if "ctxfix.evidence.posts" in sys.modules:
+            sys.modules["ctxfix.evidence.posts"].unwatch(name)
     _transfers.clear()
     _prepared.clear()
     if stuck:
