@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the hooks add to one call of nixl_agent, around an inner call that does nothing.
 
-    python benchmarks/post.py [--json FILE]
+    python benchmarks/post.py [--real]
 
-Runs on the rig's fake CUDA driver, or on the real one if it is loaded first (--real): then device 1 (or 0) holds the
-memory. Each figure is the median of 15 repetitions, each of 20,000 calls, hooked and plain interleaved.
+Runs on the rig's fake CUDA driver, or with --real on the real one, where device 1 (or 0) holds the memory. Each figure
+is the median of 15 repetitions, each of 20,000 calls, hooked and plain interleaved.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-from report import show_and_keep
+from results import write
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "integration" / "rig"))
 
@@ -139,7 +139,6 @@ def with_a_busy_thread(call: Any, calls: int = 3000) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--real", action="store_true", help="the real CUDA driver")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
 
     gpu = Gpu(load_driver(options.real))
@@ -176,12 +175,12 @@ def main() -> int:
         rows[f"owner look-up, {ranges:,} ranges"] = added(registry.find, id, gpu.address + step * (ranges // 3))
     rows["cuCtxGetCurrent by ctypes, GIL kept, a thread busy"] = with_a_busy_thread(driver.current)
     rows["cuCtxGetCurrent by cuda.bindings, GIL let go, a thread busy"] = with_a_busy_thread(bindings.cuCtxGetCurrent)
-    show_and_keep(
-        "Added nanoseconds a call",
-        [(name, f"{value:,.0f}") for name, value in rows.items()],
-        {name: round(value, 1) for name, value in rows.items()},
-        options.json,
-        "the real driver" if options.real else "the rig's fake driver",
+    write(
+        "post-real-driver" if options.real else "post",
+        "Added to one call",
+        "ns",
+        rows,
+        {"driver": "real" if options.real else "the rig's fake", "target_ns": TARGET_NS, "calls": CALLS},
     )
     return 0 if rows["post, context already right"] <= TARGET_NS else 1
 

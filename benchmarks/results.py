@@ -7,6 +7,8 @@ import json
 import os
 import platform
 import sys
+import time
+from importlib import metadata
 from pathlib import Path
 
 from rich.console import Console
@@ -26,7 +28,8 @@ def write(name: str, title: str, unit: str, rows: dict[str, float], details: dic
     record = {
         "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "machine": {"processor": processor(), "cores": os.cpu_count(), "system": platform.platform()},
-        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d"),
+        "versions": {"python": platform.python_version(), **versions("ctxfix", "cuda-bindings", "wrapt")},
         "unit": unit,
         "results": {what: round(value, 4) for what, value in rows.items()},
         **details,
@@ -43,3 +46,14 @@ def processor() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def versions(*names: str) -> dict[str, str]:
+    """The versions installed of distributions, of those that are."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

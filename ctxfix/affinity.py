@@ -42,7 +42,11 @@ def leave(previous: int) -> None:
     """Undo :func:`enter`: make ``previous`` current again, if it is not. Never raises outside strict mode."""
     try:
         if driver.current() != previous:
-            driver.set_current(previous)
+            try:
+                driver.set_current(previous)
+            except DriverError:
+                driver.set_current(0)  # destroyed meanwhile: better no context than a dead one, or ours
+                raise
             next(_restores)
     except Exception as error:  # noqa: BLE001 - the application's call has succeeded: it must not see this
         guard.failed("affinity.leave", error)

@@ -33,7 +33,6 @@ _RANGE_START = 11
 _RANGE_SIZE = 12
 
 _api: Any = None  # cuda.bindings.driver, once libcuda is in the process
-_lib: Any = None  # the same libcuda through ctypes, GIL kept
 _problem: str | None = None  # why CUDA cannot be spoken to although it is in the process
 _forked = False  # a child of a process that had initialised CUDA: hands off for good
 _initialized_at_fork = False
@@ -57,6 +56,7 @@ def _absent(*_: Any) -> int:
 
 _cuCtxGetCurrent: Callable[[Any], int] = _absent
 _cuCtxSetCurrent: Callable[[int], int] = _absent
+_cuCtxGetId: Callable[[int, Any], int] = _absent
 _cuPointerGetAttribute: Callable[[Any, int, int], int] = _absent
 
 
@@ -89,12 +89,13 @@ def attach() -> bool:
 
 
 def _load_bindings(lib: Any) -> bool:
-    global _api, _lib, _problem, _cuCtxGetCurrent, _cuCtxSetCurrent, _cuPointerGetAttribute
+    global _api, _problem, _cuCtxGetCurrent, _cuCtxSetCurrent, _cuCtxGetId, _cuPointerGetAttribute
     try:
         from cuda.bindings import driver as api
 
         api.cuCtxGetCurrent()  # resolves every symbol: a driver too old or half a library shows here
         lib.cuCtxSetCurrent.argtypes = [ctypes.c_void_p]
+        lib.cuCtxGetId.argtypes = [ctypes.c_void_p, ctypes.c_void_p]  # CUDA 12.0
         lib.cuPointerGetAttribute.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64]
     except Exception as error:  # ImportError, RuntimeError, and whatever else broken installs raise
         _problem = (
@@ -102,9 +103,8 @@ def _load_bindings(lib: Any) -> bool:
             "context is set. Reinstall it: pip install --force-reinstall 'cuda-python>=12.9,<14'"
         )
         return False
-    _lib = lib
     _cuCtxGetCurrent, _cuCtxSetCurrent = lib.cuCtxGetCurrent, lib.cuCtxSetCurrent
-    _cuPointerGetAttribute = lib.cuPointerGetAttribute
+    _cuCtxGetId, _cuPointerGetAttribute = lib.cuCtxGetId, lib.cuPointerGetAttribute
     _api = api
     return True
 
@@ -142,12 +142,17 @@ def current() -> int:
 
 
 def set_current(context: int) -> None:
-    """Make ``context`` current on this thread (0: none), as cuCtxSetCurrent does.
+    """Make ``context`` current on this thread (0: none), as cuCtxSetCurrent does, if it still exists.
+
+    The driver accepts a destroyed context without an error, and then the process dies of it: SIGABRT when the thread
+    ends, SIGSEGV when another one is set (measured, driver 580). So the context is asked for its id first, which a
+    destroyed one does not give (0.5 µs).
 
     Raises:
-        DriverError: the driver refused, e.g. because the context was destroyed.
+        DriverError: the context was destroyed, or the driver refused.
     """
-    error = _cuCtxSetCurrent(context)
+    error = _cuCtxGetId(context, _per_thread.out[1]) if context else 0
+    error = error or _cuCtxSetCurrent(context)
     if error:
         raise _error("cuCtxSetCurrent", error, f"context {context:#x}")
 
@@ -192,7 +197,7 @@ def device_of(context: int) -> int:
     The context is asked itself, not the memory: cuda.bindings 13.3.1 answers CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL with
     0 for memory of every device (measured on H200, driver 580).
     """
-    if _api is None or int(_api.cuCtxPushCurrent(context)[0]):
+    if _api is None or _cuCtxGetId(context, _per_thread.out[1]) or int(_api.cuCtxPushCurrent(context)[0]):
         return -1
     try:
         error, device = _api.cuCtxGetDevice()
@@ -271,11 +276,11 @@ def _before_fork() -> None:
 
 
 def _after_fork_in_child() -> None:
-    global _forked, _api, _lib, _cuCtxGetCurrent, _cuCtxSetCurrent, _cuPointerGetAttribute
+    global _forked, _api, _cuCtxGetCurrent, _cuCtxSetCurrent, _cuCtxGetId, _cuPointerGetAttribute
     if _initialized_at_fork:
         _forked = True
-        _api = _lib = None
-        _cuCtxGetCurrent = _cuCtxSetCurrent = _cuPointerGetAttribute = _absent
+        _api = None
+        _cuCtxGetCurrent = _cuCtxSetCurrent = _cuCtxGetId = _cuPointerGetAttribute = _absent
 
 
 os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)

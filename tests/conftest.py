@@ -86,8 +86,10 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Interpre
 
 @pytest.fixture(scope="session")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Interpreter:
-    """A virtual environment without ctxfix."""
-    return make_venv(tmp_path_factory.mktemp("bare"))
+    """A virtual environment without ctxfix, but with a start-up file: Python 3.13 loads a codec to read any."""
+    python = make_venv(tmp_path_factory.mktemp("bare"))
+    (python.site_packages / "empty.pth").write_text("# nothing\n")
+    return python
 
 
 @pytest.fixture

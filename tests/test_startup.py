@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
 import logging
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from conftest import clean_environment
 
 import ctxfix
 from ctxfix import _startup
@@ -106,6 +108,7 @@ def test_target_that_is_a_namespace_package(patch: Patch, tmp_path: Path, monkey
     (tmp_path / "fakehost" / "api").mkdir(parents=True)
     monkeypatch.syspath_prepend(str(tmp_path))
     assert list(importlib.import_module(HOST).__path__) == [str(tmp_path / "fakehost" / "api")]
+    assert _startup.failures == {}
 
 
 def test_target_that_replaces_itself_in_sys_modules(patch: Patch, package: Write) -> None:
@@ -120,6 +123,7 @@ def test_spec_found_without_import_works_as_usual(patch: Patch, package: Write) 
     spec = importlib.util.find_spec(HOST)
     assert spec is not None and spec.origin == str(path)
     assert spec.loader.get_source(HOST) == "value = 1"  # type: ignore[union-attr]
+    assert copy.copy(spec.loader).get_source(HOST) == "value = 1"  # type: ignore[union-attr]
     assert patch.modules == []
     lazy = importlib.util.LazyLoader(spec.loader)
     spec.loader = lazy
@@ -313,6 +317,17 @@ def test_finder_behind_another_that_asks_the_rest(
     assert len(patch.modules) == 1
 
 
+def test_finder_that_keeps_its_specs(patch: Patch, package: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    package(HOST, "seen = type(__loader__).__name__")
+    importlib.import_module("fakehost")
+    spec = importlib.machinery.PathFinder.find_spec(HOST, sys.modules["fakehost"].__path__)
+    keeper = types.SimpleNamespace(find_spec=lambda name, path, target=None: spec if name == HOST else None)
+    monkeypatch.setattr(sys, "meta_path", [sys.meta_path[0], keeper, *sys.meta_path[1:]])
+    importlib.util.find_spec(HOST)
+    assert importlib.import_module(HOST).seen == "SourceFileLoader"
+    assert len(patch.modules) == 1
+
+
 @pytest.mark.parametrize("value", ["1", "true", "YES", "on", "maybe", "2"])
 def test_off_switch(patch: Patch, package: Write, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("CTXFIX_DISABLE", value)
@@ -357,6 +372,17 @@ def test_deactivate_undoes_and_activate_redoes(patch: Patch, package: Write) -> 
     ctxfix.deactivate()
     assert not hasattr(module, "patched") and not _startup.installed()
     assert ctxfix.activate() and module.patched and _startup.installed()
+
+
+def test_activate_makes_the_hook_of_threads_live() -> None:
+    code = """
+import threading, sys, ctxfix
+assert ctxfix.activate() and "ctxfix.affinity" in sys.modules and ctxfix.status()["threads"]["installed"]
+ctxfix.deactivate()
+assert not ctxfix.status()["threads"]["installed"] and not ctxfix.status()["active"]
+"""
+    environment = clean_environment(PYTHONPATH=str(Path(ctxfix.__file__).parent.parent))
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=environment)
 
 
 def test_deactivate_tells_who_wrapped_on_top(patch: Patch, package: Write, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,11 +169,11 @@ static const void *original_of(const void *copy)
 /* ---- posts ------------------------------------------------------------------------------------------- */
 
 /* The context is looked at BEFORE calling down: libfabric's own copy makes device 0 current in a bare thread. */
-#define RECORDED(op, buf, len, call)            \
-    struct fakecuda_look look;                  \
-    look_at((buf), &look);                      \
-    ssize_t rc = (call);                        \
-    record((op), (buf), (len), &look, verdict_of(&look), rc);     \
+#define RECORDED(op, buf, len, call)                          \
+    struct fakecuda_look look;                                \
+    look_at((buf), &look);                                    \
+    ssize_t rc = (call);                                      \
+    record((op), (buf), (len), &look, verdict_of(&look), rc); \
     return rc
 
 static ssize_t post_write(struct fid_ep *ep, const void *buf, size_t len, void *desc, fi_addr_t to, uint64_t addr,

@@ -34,7 +34,7 @@ struct context {
     struct context *next;
 };
 
-enum kind { ALLOCATED, IPC_OPENED, VMM_RESERVED, VMM_MAPPED };
+enum kind { ALLOCATED, IPC_OPENED, VMM_MAPPED };
 
 /* One range of device addresses. */
 struct range {
@@ -72,7 +72,7 @@ static _Thread_local int depth;
 
 /* ---- counting, logging and failing on demand --------------------------------------------------------- */
 
-static struct {
+static struct counter {
     char name[48];
     unsigned long calls;
 } counters[MAX_NAMES];
@@ -80,9 +80,9 @@ static struct rule {
     char name[48];
     int error;
     unsigned skip, left;
-    bool forever, used;
+    bool forever;
 } rules[MAX_RULES];
-static int counter_count, log_fd = -1;
+static int counter_count, rule_count, log_fd = -1;
 
 /* "cuMemAlloc_v2" -> "cuMemAlloc" */
 static void plain_name(const char *name, char out[48])
@@ -109,42 +109,50 @@ static void log_call(const char *name, CUresult injected)
         return;
 }
 
-/* Counts a call; returns the error that a test has asked for, or 0. */
-static CUresult count_call(const char *exported)
+static struct counter *counter_of(const char *exported)
 {
     char name[48];
-    plain_name(exported, name);
-    CUresult error = CUDA_SUCCESS;
-    pthread_mutex_lock(&lock);
     int i = 0;
+    plain_name(exported, name);
     while (i < counter_count && strcmp(counters[i].name, name))
         i++;
-    if (i == counter_count && counter_count < MAX_NAMES)
-        snprintf(counters[counter_count++].name, sizeof counters[i].name, "%s", name);
-    if (i < counter_count)
-        counters[i].calls++;
-    for (struct rule *r = rules; r < rules + MAX_RULES && !error; r++) {
-        if (!r->used || strcmp(r->name, name))
+    if (i == MAX_NAMES)
+        abort();
+    if (i == counter_count)
+        snprintf(counters[counter_count++].name, sizeof name, "%s", name);
+    return &counters[i];
+}
+
+/* Counts a call; returns the error that a test has asked for, or 0. */
+static CUresult count_call(struct counter **counter, const char *exported)
+{
+    CUresult error = CUDA_SUCCESS;
+    pthread_mutex_lock(&lock);
+    if (!*counter)
+        *counter = counter_of(exported);
+    (*counter)->calls++;
+    for (struct rule *r = rules; r < rules + rule_count && !error; r++) {
+        if (strcmp(r->name, (*counter)->name))
             continue;
         if (r->skip) {
             r->skip--;
         } else if (r->forever || r->left) {
             error = r->error;
-            if (!r->forever)
-                r->left--;
+            r->left -= !r->forever;
         }
     }
     pthread_mutex_unlock(&lock);
-    log_call(name, error);
+    log_call(exported, error);
     return error;
 }
 
 /* First line of every driver function. CALL_ANYTIME is for the few that answer before cuInit. */
-#define CALL_ANYTIME()                                \
-    do {                                              \
-        CUresult injected_ = count_call(__func__);    \
-        if (injected_)                                \
-            return injected_;                         \
+#define CALL_ANYTIME()                                          \
+    do {                                                        \
+        static struct counter *counter_;                        \
+        CUresult injected_ = count_call(&counter_, __func__);   \
+        if (injected_)                                          \
+            return injected_;                                   \
     } while (0)
 /* A forked child of an initialised process gets 3 for ever, as from the real driver. */
 #define CALL()                                        \
@@ -156,19 +164,14 @@ static CUresult count_call(const char *exported)
 
 API int fakecuda_fail(const char *name, int error, unsigned after, unsigned times)
 {
-    int full = 1;
     pthread_mutex_lock(&lock);
+    bool full = name && rule_count == MAX_RULES;
     if (!name) {
-        memset(rules, 0, sizeof rules);
-        full = 0;
-    } else {
-        for (struct rule *r = rules; r < rules + MAX_RULES && full; r++) {
-            if (r->used)
-                continue;
-            plain_name(name, r->name);
-            r->error = error, r->skip = after, r->left = times, r->forever = !times, r->used = true;
-            full = 0;
-        }
+        rule_count = 0;
+    } else if (!full) {
+        struct rule *r = &rules[rule_count++];
+        *r = (struct rule){.error = error, .skip = after, .left = times, .forever = !times};
+        plain_name(name, r->name);
     }
     pthread_mutex_unlock(&lock);
     return full;
@@ -182,7 +185,7 @@ API unsigned long fakecuda_calls(const char *name)
         plain_name(name, wanted);
     pthread_mutex_lock(&lock);
     for (int i = 0; i < counter_count; i++)
-        if (name ? !strcmp(counters[i].name, wanted) : strcmp(counters[i].name, "cuGetProcAddress"))
+        if (name ? !strcmp(counters[i].name, wanted) : strcmp(counters[i].name, "cuGetProcAddress") != 0)
             calls += counters[i].calls;
     pthread_mutex_unlock(&lock);
     return calls;
@@ -191,8 +194,8 @@ API unsigned long fakecuda_calls(const char *name)
 API void fakecuda_reset_calls(void)
 {
     pthread_mutex_lock(&lock);
-    counter_count = 0;
-    memset(counters, 0, sizeof counters);
+    for (int i = 0; i < counter_count; i++)
+        counters[i].calls = 0;
     pthread_mutex_unlock(&lock);
 }
 
@@ -696,7 +699,7 @@ static size_t round_up(size_t bytes, size_t to)
 static struct range *find(CUdeviceptr address)
 {
     for (struct range *r = ranges; r; r = r->next)
-        if (r->kind != VMM_RESERVED && address >= r->base && address < r->base + r->size)
+        if (address >= r->base && address < r->base + r->size)
             return r;
     return NULL;
 }

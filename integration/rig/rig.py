@@ -8,6 +8,8 @@ of its own) and the one library needed of the `mpich` wheel, a libfabric that is
     rig = Rig.prepare()
     subprocess.run([sys.executable, "program.py"], env=rig.env("1.1.0", posts=Path("posts.jsonl")))
     for post in read_posts(Path("posts.jsonl")): ...
+
+or, for the modes of transfer.py, all of that in one call: rig.transfer("1.1.0", "thread").
 """
 
 from __future__ import annotations
@@ -18,14 +20,18 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 VERSIONS = ("1.1.0", "1.4.0")  # 1.5.1 too can be had, but its LIBFABRIC plugin needs a newer libfabric
@@ -81,6 +87,30 @@ def read_posts(path: Path) -> list[Post]:
     names = {field.name for field in fields(Post)}
     lines = path.read_text().splitlines()
     return [Post(**{k: v for k, v in json.loads(line).items() if k in names}) for line in lines]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run of transfer.py went: what the program said, and what the fabric saw."""
+
+    result: dict[str, Any]  # the program's JSON line
+    records: list[Post]
+    log: Path  # all the program's output
+
+    @property
+    def verdicts(self) -> Counter[str]:
+        """Count the posts by verdict."""
+        return Counter(post.verdict for post in self.records if post.is_post)
+
+    @property
+    def done(self) -> bool:
+        """Whether every transfer completed with the right bytes."""
+        return self.result["state"] == "DONE" and self.result["data_ok"] and not self.result["error"]
+
+    @property
+    def context_kept(self) -> bool:
+        """Whether each posting thread had the same contexts after its transfer as before."""
+        return bool(self.result.get("context_kept"))
 
 
 @dataclass(frozen=True)
@@ -146,6 +176,33 @@ class Rig:
         env.update(extra)
         return env
 
+    def transfer(
+        self, nixl: str, mode: str, *options: str, name: str | None = None, deadline: float = 40, **extra: str
+    ) -> Outcome:
+        """Run transfer.py once; `name` names its log in .rig/runs/, `extra` goes into its environment."""
+        runs = self.root / "runs"
+        runs.mkdir(exist_ok=True)
+        log = runs / f"{name or f'{mode}-{nixl}'}-{os.getpid()}.log"
+        posts = log.with_suffix(".jsonl")
+        posts.unlink(missing_ok=True)
+        command = [sys.executable, str(HERE / "transfer.py"), mode, "--deadline", str(deadline), *options]
+        with log.open("w") as out:
+            env = self.env(nixl, posts=posts, **extra)
+            process = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+            # transfer.py kills its children at the deadline. Should it hang itself, or should we be
+            # interrupted, all of them go: NIXL tries again for ever when its peer is dead.
+            try:
+                process.wait(deadline + 20)
+            except subprocess.TimeoutExpired:
+                out.write(f"\nno end after {deadline + 20} s\n")
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+        said = [line for line in log.read_text(errors="replace").splitlines() if line.startswith('{"mode"')]
+        failed = {"mode": mode, "state": "CRASH", "data_ok": False, "error": f"no result, see {log}"}
+        return Outcome(json.loads(said[-1]) if said else failed, read_posts(posts), log)
+
 
 def _prepend(env: dict[str, str], name: str, paths: Sequence[Path]) -> None:
     before = [env[name]] if env.get(name) else []
@@ -158,9 +215,17 @@ def _prepend(env: dict[str, str], name: str, paths: Sequence[Path]) -> None:
 
 @contextmanager
 def _one_at_a_time(root: Path) -> Iterator[None]:
-    """Let a second process wait for the first; the kernel drops the lock of a killed one."""
+    """Let a second process wait for the first, and sweep up what killed ones left behind.
+
+    The kernel drops the lock of a process that dies.
+    """
     with (root / "lock").open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
+        for unfinished in root.glob("*.new-*"):
+            shutil.rmtree(unfinished, ignore_errors=True)
+        for log in root.glob("runs/*"):
+            if log.stat().st_mtime < time.time() - 86400:
+                log.unlink(missing_ok=True)
         yield
 
 
