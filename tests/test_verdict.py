@@ -271,7 +271,11 @@ def nic(seen: int, *, apart: bool = True) -> Files:
         decode = name.startswith("decode")
         rows[0]["efa"] = {"known": True, "reason": "", "counters": {"rdmap0/1": {"rdma_write_bytes": 7}}}
         after = 7 + (0 if decode and apart else seen)
-        counts(files, name)["efa"] = {"known": True, "reason": "", "counters": {"rdmap0/1": {"rdma_write_bytes": after}}}
+        counts(files, name)["efa"] = {
+            "known": True,
+            "reason": "",
+            "counters": {"rdmap0/1": {"rdma_write_bytes": after}},
+        }
         if apart and decode:
             rows[0]["boot"] = "another"
     return files

@@ -9,21 +9,21 @@ namespace our own cannot be found there, which is said.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from importlib import import_module
 from typing import Any
 
 from ctxfix import driver
-from ctxfix.registry import registry
 
 
-def read(nvml: Any = None) -> dict[str, Any]:
-    """Device ordinals with a primary context, those with registered memory, their identities, and NVML's view."""
+def read(owners: Iterable[int], nvml: Any = None) -> dict[str, Any]:
+    """Device ordinals with a primary context, ``owners`` (where memory was registered), identities, and NVML's view."""
     if not driver.attached():
         return {"known": False, "reason": driver.problem() or "no CUDA in this process"}
-    owners = sorted({driver.device_of(context) for context in registry.contexts()})
     return {
         "known": True,
         "active": driver.active_devices(),
-        "owners": owners,
+        "owners": sorted(owners),
         "devices": {str(ordinal): name for ordinal, name in driver.device_names().items()},
         "nvml": read_nvml(nvml),
     }
@@ -33,7 +33,7 @@ def read_nvml(nvml: Any = None, pid: int | None = None) -> dict[str, Any]:
     """By GPU (its UUID) the bytes this process holds there; ``known`` False, with the reason, where NVML cannot say."""
     try:
         if nvml is None:
-            import pynvml as nvml
+            nvml = import_module("pynvml")
         nvml.nvmlInit()
     except Exception as error:  # noqa: BLE001 - the package or the driver is absent, in the way of its version
         return {"known": False, "reason": f"NVML is not there ({type(error).__name__}: {error})"}

@@ -29,7 +29,9 @@ def read(root: str = SYSFS) -> dict[str, Any]:
         ports = os.path.join(root, device, "ports")
         for port in _list(ports):
             folder = os.path.join(ports, port, "hw_counters")
-            values = {name: value for name in _list(folder) if (value := _value(os.path.join(folder, name))) is not None}
+            values = {
+                name: value for name in _list(folder) if (value := _value(os.path.join(folder, name))) is not None
+            }
             if values:
                 counters[f"{device}/{port}"] = values
     if not counters:

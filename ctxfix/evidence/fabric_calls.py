@@ -66,12 +66,14 @@ def total(recorded: Mapping[str, Any]) -> Calls:
         ValueError: it is no such thing.
     """
 
-    def of(kind: str, what: str) -> int:
-        return sum(_count(kinds, kind, what) for kinds in devices.values())
-
     devices = recorded.get("devices")
     if not isinstance(devices, Mapping):
         raise ValueError("counts without devices")
+    rows = list(devices.values())
+
+    def of(kind: str, what: str) -> int:
+        return sum(_count(kinds, kind, what) for kinds in rows)
+
     return Calls(
         handles=of("get_handle", "calls") - of("get_handle", "failures"),
         handle_failures=of("get_handle", "failures"),
@@ -90,7 +92,8 @@ def total(recorded: Mapping[str, Any]) -> Calls:
 def _count(kinds: Any, kind: str, what: str) -> int:
     if not isinstance(kinds, Mapping):
         raise ValueError("counts of a GPU that are none")
-    value = kinds.get(kind, {}).get(what, 0) if isinstance(kinds.get(kind, {}), Mapping) else None
+    row = kinds.get(kind, {})
+    value = row.get(what, 0) if isinstance(row, Mapping) else None
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ValueError(f"{kind}.{what} is {value!r}")
-    return value
+    return int(value)

@@ -27,8 +27,12 @@ _LIBFABRIC: dict[str, re.Pattern[str]] = {
 }
 _OTHERS: dict[str, re.Pattern[str]] = {
     "nixl_multi_gpu": re.compile(r"Multi-GPU detected"),
-    "nixl_context_failure": re.compile(r"[Ff]ailed to (?:set|get) CUDA context|cudaSetDevice failed|Failed to set CUDA"),
-    "ucx_path": re.compile(r"\|\s*(?P<error>\S*(?:cuda_ipc|cuda_copy|gdr_copy|rc_mlx5|rc_verbs|tcp|sysv|posix|cma)\S*)"),
+    "nixl_context_failure": re.compile(
+        r"[Ff]ailed to (?:set|get) CUDA context|cudaSetDevice failed|Failed to set CUDA"
+    ),
+    "ucx_path": re.compile(
+        r"\|\s*(?P<error>\S*(?:cuda_ipc|cuda_copy|gdr_copy|rc_mlx5|rc_verbs|tcp|sysv|posix|cma)\S*)"
+    ),
 }
 # libfabric:<pid>:<seconds>:<prefix>:<provider>:<subsystem>:<function>():<line><<level>> <message>
 _HEAD = re.compile(

@@ -141,7 +141,9 @@ def process_of(file: records.File) -> Process:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             process.damage.append(f"record {number} ({kind}) makes no sense: {type(error).__name__}: {error}")
     if headers != 1:
-        process.damage.append("its header is missing" if not headers else f"it has {headers} headers: files were joined")
+        process.damage.append(
+            "its header is missing" if not headers else f"it has {headers} headers: files were joined"
+        )
     last, before = snapshots.get("snapshot"), snapshots.get("baseline")
     if last is None:
         process.damage.append("it recorded no counts: it was killed within its first second, or its disk was full")
@@ -261,7 +263,9 @@ def _add_logs(run: Run, paths: list[str]) -> None:
             elif not owners:
                 strangers.append(pid)
             elif said.failures or said.counts["sar"]:
-                run.problems.append(f"{path} speaks of pid {pid}, which two recorded processes have (two hosts?): not used")
+                run.problems.append(
+                    f"{path} speaks of pid {pid}, which two recorded processes have (two hosts?): not used"
+                )
         if strangers:
             run.problems.append(
                 f"{path} speaks of {len(strangers)} processes that recorded nothing (pid {strangers[0]}, …): the log of "

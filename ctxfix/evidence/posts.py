@@ -78,6 +78,10 @@ class Observer:
             "observer_problems": dict(self.problems),
         }
 
+    def devices(self) -> set[int]:
+        """The devices of which memory was registered, up to now."""
+        return {int(device) for about in list(self.agents.values()) for device in about["registered"]} - {-1}
+
     # ---- what is seen ------------------------------------------------------------------------------------------------
 
     def agent(self, agent: Any, name: str, backends: Iterable[str]) -> None:
@@ -116,9 +120,7 @@ class Observer:
     def made(self, agent: Any, handle: int, operation: str, descs: Any, remote: str) -> None:
         """A transfer was made of a list of descriptors."""
         count, size, first = measure(descs)
-        self._handles[handle] = _Handle(
-            (self._name(agent), remote, operation, _device_at(first)), count, size, first
-        )
+        self._handles[handle] = _Handle((self._name(agent), remote, operation, _device_at(first)), count, size, first)
 
     def forget(self, handle: int) -> None:
         """A handle is about to be released; NIXL may use its integer again at once."""
@@ -252,7 +254,7 @@ def _same(words: array[int], row: Any) -> bool:
 # ---- observers -------------------------------------------------------------------------------------------------------
 
 
-def _after(original: Method, note: Callable[..., None], observer: Observer) -> Method:
+def _after(original: Method, note: Callable[..., Any], observer: Observer) -> Method:
     """``original``, then ``note(result, *its arguments)``, which cannot harm it."""
 
     @functools.wraps(original)
@@ -317,7 +319,7 @@ def _methods(observer: Observer) -> dict[str, Callable[[Method], Method]]:
         return method
 
     remotes: dict[int, str] = {}
-    after = {
+    after: dict[str, Callable[..., Any]] = {
         "__init__": made_agent,
         "create_backend": made_backend,
         "register_memory": registered,

@@ -33,14 +33,10 @@ class Recorder:
         """Open the file and write the header. Raises EvidenceError if there can be none."""
         self.folder = folder
         self._efa_root = efa_root
-        self._cap = cap
         self._lock = threading.Lock()
         self._last: dict[str, Any] = {}
         self._taken = 0
-        self._checks: list[dict[str, Any]] = []
-        self._limits: list[dict[str, Any]] = []
         self._ended = threading.Event()
-        self._baseline: dict[str, Any] | None = None
         self.observer = posts.Observer(lambda record: self.write(record))
         who = identity.process()
         self.writer = records.Writer(folder, f"{who['host']}.{who['pid']}.{who['started'] or 0}", cap)
@@ -105,9 +101,9 @@ class Recorder:
                 self._taken += 1
                 record = {"kind": kind, "n": self._taken, "final": final, "t": time.time(), **counts}
                 if final or kind == "baseline":
-                    record |= {"contexts": contexts.read(), "efa": efa.read(self._efa_root)}
+                    record |= {"contexts": contexts.read(self.observer.devices()), "efa": efa.read(self._efa_root)}
                 elif self._taken % 10 == 1:
-                    record["contexts"] = contexts.read()
+                    record["contexts"] = contexts.read(self.observer.devices())
                 record["lost"] = self.writer.lost
                 self.writer.write(record, essential=True)
         except Exception as error:  # noqa: BLE001 - the application's process is ending, or in full flight
@@ -162,7 +158,16 @@ def attach(module: ModuleType) -> None:
     """Record what passes through NIXL's ``module``, if CTXFIX_RECORD asks for it."""
     folder = settings.current().record
     if folder is not None and (recorder := start(folder)) is not None:
+        count_calls()
         posts.watch(module, recorder.observer)
+
+
+def count_calls() -> None:
+    """Have libfabric's CUDA calls counted, where the native extension is there and wanted."""
+    from ctxfix import native
+
+    if native.available() and settings.current().native_threads != "off":
+        native.install()
 
 
 def _after_fork() -> None:

@@ -135,7 +135,9 @@ def judge(run: Run, ranks: int | None = None, compared: bool = True) -> Judgemen
         return Judgement(rows, problems, 1, reason)
     if not bad:
         return Judgement(rows, problems, 0, f"every rank is proven: {_count_paths(rows)}")
-    return Judgement(rows, problems, 1, f"{len(bad)} of {len(rows)} directions are not proven to be good: {_count_paths(rows)}")
+    return Judgement(
+        rows, problems, 1, f"{len(bad)} of {len(rows)} directions are not proven to be good: {_count_paths(rows)}"
+    )
 
 
 def _count_paths(rows: list[Row]) -> str:
@@ -269,7 +271,10 @@ def _row(direction: _Direction, all_directions: list[_Direction], run: Run, comp
     checks = _checks(direction)
     if checks is None:
         if compared and row.path in GOOD:
-            _doubt(row, f"{row.path.value} by all counts, but nobody compared the bytes (--unchecked takes that for granted)")
+            _doubt(
+                row,
+                f"{row.path.value} by all counts, but nobody compared the bytes (--unchecked takes that for granted)",
+            )
         elif row.path in GOOD:
             row.notes.append("the bytes were not compared by anybody")
     else:
@@ -327,7 +332,9 @@ def _path(direction: _Direction, all_directions: list[_Direction], run: Run) -> 
     backends = {backend for posted in direction.posted for backend in poster.agents.get(posted.agent, [])}
     if backends and "LIBFABRIC" not in backends:
         said = ", ".join(sorted(line for line in poster.said.examples.get("ucx_path", [])))
-        return Path.OTHER, [f"backend {', '.join(sorted(backends))}: its copies are counted by none of our witnesses. {said}"]
+        return Path.OTHER, [
+            f"backend {', '.join(sorted(backends))}: its copies are counted by none of our witnesses. {said}"
+        ]
     nic = _nic(direction, all_directions)
     if nic is not None:
         return nic
@@ -505,17 +512,29 @@ def advice(row: Row) -> list[str]:
                 "then `ctxfix status` must say that nixl is patched."
             )
         else:
-            result.append("Run `ctxfix doctor`: peer access, expandable segments and namespaces decide whether IPC can be had.")
+            result.append(
+                "Run `ctxfix doctor`: peer access, expandable segments and namespaces decide whether IPC can be had."
+            )
     if "not counted" in text:
-        result.append("Build ctxfix's native part (a C compiler at installation), without which the path cannot be proven.")
+        result.append(
+            "Build ctxfix's native part (a C compiler at installation), without which the path cannot be proven."
+        )
     if "no record" in text and "left" in text:
-        result.append("Record both ends into one folder: CTXFIX_RECORD=DIR (the same, or copied together) for every process.")
+        result.append(
+            "Record both ends into one folder: CTXFIX_RECORD=DIR (the same, or copied together) for every process."
+        )
     if "compared" in text:
-        result.append("Use `ctxfix verify`, or declare your own comparison, or judge by counts alone: ctxfix report --unchecked.")
+        result.append(
+            "Use `ctxfix verify`, or declare your own comparison, or judge by counts alone: ctxfix report --unchecked."
+        )
     if "WRONG bytes" in text:
-        result.append("Do not use this configuration. With expandable_segments memory, switch them off (see ctxfix doctor).")
+        result.append(
+            "Do not use this configuration. With expandable_segments memory, switch them off (see ctxfix doctor)."
+        )
     if "before their bytes" in text:
-        result.append("Set CTXFIX_SYNC_MEMOPS=always on the receiver: libfabric up to 2.6.0 announces copies too early.")
+        result.append(
+            "Set CTXFIX_SYNC_MEMOPS=always on the receiver: libfabric up to 2.6.0 announces copies too early."
+        )
     if "rank 0 alone" in text or "there is no record of it" in text:
         result.append("Run at least two ranks, and record all of them.")
     if "claimed by" in text or "several runs" in text:
@@ -526,7 +545,12 @@ def advice(row: Row) -> list[str]:
 def as_json(judgement: Judgement) -> dict[str, Any]:
     """The judgement as plain data with stable keys."""
     rows = [
-        {**{name: value for name, value in vars(row).items()}, "path": row.path.value, "good": row.good, "name": row.name}
+        {
+            **{name: value for name, value in vars(row).items()},
+            "path": row.path.value,
+            "good": row.good,
+            "name": row.name,
+        }
         for row in judgement.rows
     ]
     return {"code": judgement.code, "reason": judgement.reason, "rows": rows, "problems": judgement.problems}
