@@ -61,6 +61,7 @@ class Observer:
         self._names: dict[int, str] = {}
         self.totals: dict[tuple[str, str, str, int], Totals] = {}
         self.agents: dict[str, dict[str, Any]] = {}
+        self.libraries_came: Callable[[], object] = lambda: None
         self.unknown_posts = 0
         self.problems: dict[str, int] = {}
 
@@ -85,13 +86,15 @@ class Observer:
     # ---- what is seen ------------------------------------------------------------------------------------------------
 
     def agent(self, agent: Any, name: str, backends: Iterable[str]) -> None:
-        """An agent was made."""
+        """An agent was made, and libraries with it."""
+        self.libraries_came()
         self._names[id(agent)] = name
         self.agents[name] = {"backends": list(backends), "registered": {}}
         self._tell({"kind": "agent", "agent": name, "backends": list(backends)})
 
     def backend(self, agent: Any, backend: str) -> None:
-        """A backend was made for an agent."""
+        """A backend was made for an agent, and libraries loaded."""
+        self.libraries_came()
         about = self.agents.get(self._name(agent))
         if about is not None and backend not in about["backends"]:
             about["backends"].append(backend)

@@ -38,6 +38,7 @@ class Recorder:
         self._taken = 0
         self._ended = threading.Event()
         self.observer = posts.Observer(lambda record: self.write(record))
+        self.observer.libraries_came = count_calls
         who = identity.process()
         self.writer = records.Writer(folder, f"{who['host']}.{who['pid']}.{who['started'] or 0}", cap)
         self.write({"kind": "process", "schema": records.SCHEMA, **who, **self._about()}, essential=True)
@@ -163,7 +164,7 @@ def attach(module: ModuleType) -> None:
 
 
 def count_calls() -> None:
-    """Have libfabric's CUDA calls counted, where the native extension is there and wanted."""
+    """Have libfabric's CUDA calls counted, where the native extension is there and wanted. Again when libraries came."""
     from ctxfix import native
 
     if native.available() and settings.current().native_threads != "off":

@@ -37,6 +37,7 @@ __all__ = [
     "hold",
     "install",
     "new_group",
+    "observe",
     "reason",
     "remove",
     "set_home",
@@ -223,6 +224,15 @@ def copy_mode(mode: int) -> int:
     polled instead of synchronised. 1 is the default.
     """
     before: int = _native_module().copy_mode(mode)
+    return before
+
+
+def observe(on: bool) -> bool:
+    """Count libfabric's CUDA calls and change nothing about them: what the path is without ctxfix. Returns the value before.
+
+    No context is bound, no copy made whole, no handle opened again.
+    """
+    before: bool = _native_module().observe(on)
     return before
 
 

@@ -113,6 +113,12 @@ static PyObject *set_home(PyObject *self, PyObject *args)
 	Py_RETURN_NONE;
 }
 
+static PyObject *observe(PyObject *self, PyObject *on)
+{
+	(void)self;
+	return PyBool_FromLong(atomic_exchange(&cx_observe, on == Py_True));
+}
+
 static PyObject *hold(PyObject *self, PyObject *on)
 {
 	(void)self;
@@ -235,6 +241,7 @@ static PyMethodDef methods[] = {
 	{ "group_info", group_info, METH_VARARGS, NULL },
 	{ "set_home", set_home, METH_VARARGS, NULL },
 	{ "hold", hold, METH_O, NULL },
+	{ "observe", observe, METH_O, NULL },
 	{ "copy_mode", copy_mode, METH_VARARGS, NULL },
 	{ "fault", fault, METH_VARARGS, NULL },
 	{ "counters", counters, METH_NOARGS, NULL },

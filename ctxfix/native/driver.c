@@ -100,13 +100,15 @@ unsigned long long cx_context_id(const struct cx_driver *d, void *context)
 	return id;
 }
 
+atomic_bool cx_observe;
+
 struct cx_entry cx_enter(const struct cx_driver *d, void *context)
 {
 	struct cx_entry entry = { false, CX_MAX_DEVICES };
 	void *current = NULL;
 	int device = -1;
 	d->ctx_get(&current);
-	if (context && current != context) {
+	if (context && current != context && !atomic_load_explicit(&cx_observe, memory_order_relaxed)) {
 		entry.pushed = d->ctx_push(context) == CX_OK;
 		if (entry.pushed)
 			current = context;

@@ -282,7 +282,7 @@ static void give_back(struct stream *s, bool broken)
 static bool whole_copy(const struct cx_driver *d, void *context, void *to, const void *from, size_t n, int *result)
 {
 	struct stream *s;
-	int mode = atomic_load(&cx_copy_mode);
+	int mode = atomic_load(&cx_observe) ? 0 : atomic_load(&cx_copy_mode);
 	if (!mode || !context || !d->copy_async || !d->stream_create || !d->stream_sync || !(s = borrow(d, context)))
 		return false;
 	bool started = d->copy_async((cx_ptr)to, (cx_ptr)from, n, s->stream) == CX_OK;
@@ -319,7 +319,7 @@ static struct copy plan(const struct cx_driver *d, void *to, const void *from)
 	}
 	void *of_to = cx_owner(d, (cx_ptr)to), *of_from = cx_owner(d, (cx_ptr)from);
 	c.context = of_to;
-	if (of_to != of_from) {
+	if (of_to != of_from && !atomic_load(&cx_observe)) {
 		if (mapped(to)) { /* an RMA read: ours is the source */
 			c.context = of_from;
 			c.to = translated(d, to, c.context);

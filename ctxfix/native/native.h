@@ -178,6 +178,7 @@ struct cx_fabric_counts {
 };
 extern struct cx_fabric_counts cx_fabric_counts;
 extern atomic_int cx_copy_mode;
+extern atomic_bool cx_observe; /* count libfabric's calls, and change nothing about them */
 
 void cx_fabric_init(void);
 void cx_fabric_forked(void);
