@@ -152,9 +152,9 @@ def _declare_doctor(commands: "Commands") -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from ctxfix.verify import doctor
+    from ctxfix.verify.doctor import main as examine
 
-    return doctor.main(options.json)
+    return examine(options.json)
 
 
 def _declare_verify(commands: "Commands") -> None:
@@ -172,6 +172,7 @@ def _declare_verify(commands: "Commands") -> None:
     parser.add_argument("--repeat", type=int, default=4, metavar="N", help="transfers of each shape and direction")
     parser.add_argument("--module", metavar="NAME", help="NIXL's module: nixl_cu12, nixl_cu13 (default: the one there is)")
     parser.add_argument("--loopback", metavar="LIB", help="preload a loopback fabric, where there is no EFA")
+    parser.add_argument("--cross", action="store_true", help="each decode rank on the GPU of the next prefill rank")
     parser.add_argument("--without", action="store_true", help="with ctxfix off: what the path is as shipped")
     parser.add_argument("--compare", action="store_true", help="first without, then with ctxfix")
     parser.add_argument("--record", metavar="DIR", help="keep the records there (default: a temporary folder)")
@@ -181,9 +182,9 @@ def _declare_verify(commands: "Commands") -> None:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from ctxfix.verify import run
+    from ctxfix.verify.run import main as verify
 
-    return run.main(options)
+    return verify(options)
 
 
 def _declare_report(commands: "Commands") -> None:

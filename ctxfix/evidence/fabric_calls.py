@@ -38,9 +38,14 @@ class Calls:
         return Calls(*(getattr(self, f.name) - getattr(before, f.name) for f in fields(self)))
 
     @property
-    def failures(self) -> int:
-        """Failures on either side that end in a copy through the host, or in none."""
-        return self.handle_failures + self.open_failures + self.range_failures + self.copy_failures
+    def poster_failures(self) -> int:
+        """Failures of the calls that the process which posts makes."""
+        return self.handle_failures + self.range_failures
+
+    @property
+    def peer_failures(self) -> int:
+        """Failures of the calls that its peer makes."""
+        return self.open_failures + self.copy_failures
 
 
 def read() -> tuple[dict[str, Any] | None, str]:

@@ -39,8 +39,9 @@ _HEAD = re.compile(
     r"libfabric:(?P<pid>\d+):(?P<time>\d+):(?P<prefix>[^:\n]*):(?P<provider>[\w;.-]*):(?P<subsystem>\w+):"
     r"(?P<function>\w+)\(\):\d+<(?P<level>\w+)> "
 )
-#: What tells of a copy through the host, or of none.
-FAILURES = ("range_failure", "handle_failure", "open_failure", "copy_failure")
+#: What tells of a copy through the host, or of none: said by the process that posts, and by its peer.
+POSTER_FAILURES = ("range_failure", "handle_failure")
+PEER_FAILURES = ("open_failure", "copy_failure")
 _LONGEST_LINE = 64 << 10
 _KEPT = 20
 
@@ -68,10 +69,9 @@ class Said:
             kept = self.examples.setdefault(what, [])
             kept += lines[: _KEPT - len(kept)]
 
-    @property
-    def failures(self) -> int:
+    def failures(self, kinds: tuple[str, ...] = POSTER_FAILURES + PEER_FAILURES) -> int:
         """Lines that tell of a CUDA call of libfabric's that failed."""
-        return sum(self.counts[what] for what in FAILURES)
+        return sum(self.counts[kind] for kind in kinds)
 
     def as_record(self) -> dict[str, Any]:
         """As it is recorded."""
@@ -104,7 +104,7 @@ def _messages(line: bytes | str) -> Iterator[tuple[int | None, str, str]]:
     before = text[: heads[0].start()] if heads else text
     if before.strip():
         yield None, "", before
-    for head, following in zip(heads, [*heads[1:], None], strict=True):
+    for head, following in zip(heads, [*heads[1:], None][: len(heads)], strict=True):
         end = following.start() if following else len(text)
         yield int(head["pid"]), head["provider"], text[head.start() : end]
 

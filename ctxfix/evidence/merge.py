@@ -262,7 +262,7 @@ def _add_logs(run: Run, paths: list[str]) -> None:
                 owners[0].said.add(said)
             elif not owners:
                 strangers.append(pid)
-            elif said.failures or said.counts["sar"]:
+            elif said.failures() or said.counts["sar"]:
                 run.problems.append(
                     f"{path} speaks of pid {pid}, which two recorded processes have (two hosts?): not used"
                 )

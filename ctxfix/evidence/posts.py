@@ -101,6 +101,7 @@ class Observer:
 
     def registered(self, agent: Any, descs: Any) -> None:
         """Memory was registered."""
+        driver.attach()
         count, size, first = measure(descs)
         device = _device_at(first)
         about = self.agents.setdefault(self._name(agent), {"backends": [], "registered": {}})

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from ctxfix.evidence import efa
+from ctxfix.evidence import efa, fabric_log
+from ctxfix.evidence.fabric_calls import Calls
 from ctxfix.evidence.merge import Check, Posted, Process, Run
 
 #: How much more than the payload a network device may have counted: headers, handshakes, notifications.
@@ -285,9 +286,13 @@ def _row(direction: _Direction, all_directions: list[_Direction], run: Run, comp
 
 
 def _failures(poster: Process, peer: Process | None) -> int:
-    counted = (poster.calls.failures if poster.calls else 0) + (peer.calls.failures if peer and peer.calls else 0)
-    # Counts and logs tell of the same failures.
-    return max(counted, poster.said.failures + (peer.said.failures if peer else 0))
+    """CUDA calls of libfabric's that failed on the way. Counts and logs tell of the same failures."""
+    said = poster.said.failures(fabric_log.POSTER_FAILURES)
+    result = max(poster.calls.poster_failures if poster.calls else 0, said)
+    if peer is not None:
+        said = peer.said.failures(fabric_log.PEER_FAILURES)
+        result += max(peer.calls.peer_failures if peer.calls else 0, said)
+    return result
 
 
 def _checks(direction: _Direction) -> Check | None:
@@ -430,19 +435,23 @@ def _ipc(direction: _Direction, all_directions: list[_Direction]) -> tuple[Path,
     peers = {id(d.peer): d.peer for d in group if d.peer is not None}
     against: list[str] = []
     for process in {**posters, **peers}.values():
+        against += [f"{process.file}: {why}" for why in process.damage]
         if process.calls is None or process.calls_ever is None:
             against.append(f"{process.file}: {process.calls_reason}")
-            continue
-        if process.damage:
-            against += [f"{process.file}: {why}" for why in process.damage]
-        if process.calls.failures:
-            against.append(f"{process.file}: {process.calls.failures} of libfabric's CUDA calls failed")
-        if process.said.failures:
-            against.append(f"{process.file}: libfabric logged {process.said.failures} failures of CUDA calls")
-        if process.calls.to_host_bytes or process.calls.from_host_bytes:
-            against.append(f"{process.file}: libfabric also copied through the host")
-        if process.calls.unended:
-            against.append(f"{process.file}: {process.calls.unended} copies were started and not seen to end")
+    for poster in posters.values():
+        calls, said = poster.calls or Calls(), poster.said.failures(fabric_log.POSTER_FAILURES)
+        if calls.poster_failures or said:
+            against.append(f"{poster.file}: {max(calls.poster_failures, said)} of its calls for IPC handles failed")
+        if calls.to_host_bytes:
+            against.append(f"{poster.file}: libfabric also copied {calls.to_host_bytes:,} bytes to the host")
+    for peer in peers.values():
+        calls, said = peer.calls or Calls(), peer.said.failures(fabric_log.PEER_FAILURES)
+        if calls.peer_failures or said:
+            against.append(f"{peer.file}: {max(calls.peer_failures, said)} openings or copies of IPC memory failed")
+        if calls.from_host_bytes:
+            against.append(f"{peer.file}: libfabric also copied {calls.from_host_bytes:,} bytes from the host")
+        if calls.unended:
+            against.append(f"{peer.file}: {calls.unended} copies were started and not seen to end")
     if any(d.peer is None for d in group):
         against.append("one of these processes also sends to one that left no record")
     if against:
