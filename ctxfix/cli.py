@@ -146,7 +146,9 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _declare_doctor(commands: "Commands") -> None:
-    parser = commands.add_parser("doctor", help="name what in this machine and environment decides the path of transfers")
+    parser = commands.add_parser(
+        "doctor", help="name what in this machine and environment decides the path of transfers"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object with stable keys")
     parser.set_defaults(carry_out=_doctor)
 
@@ -170,7 +172,9 @@ def _declare_verify(commands: "Commands") -> None:
     parser.add_argument("--size", type=int, default=2 << 30, metavar="BYTES", help="of the large transfers (2 GiB)")
     parser.add_argument("--tokens", type=int, default=8192, metavar="N", help="of the KV-cache transfers, page size 1")
     parser.add_argument("--repeat", type=int, default=4, metavar="N", help="transfers of each shape and direction")
-    parser.add_argument("--module", metavar="NAME", help="NIXL's module: nixl_cu12, nixl_cu13 (default: the one there is)")
+    parser.add_argument(
+        "--module", metavar="NAME", help="NIXL's module: nixl_cu12, nixl_cu13 (default: the one there is)"
+    )
     parser.add_argument("--loopback", metavar="LIB", help="preload a loopback fabric, where there is no EFA")
     parser.add_argument("--cross", action="store_true", help="each decode rank on the GPU of the next prefill rank")
     parser.add_argument("--without", action="store_true", help="with ctxfix off: what the path is as shipped")

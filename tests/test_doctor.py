@@ -130,7 +130,11 @@ FAULTS: list[tuple[Callable[[Surroundings], None], str, str]] = [
     (set_environ(FI_HMEM_CUDA_ENABLE_XFER="0"), "FI_HMEM_CUDA_ENABLE_XFER", BAD),
     (set_environ(FI_HMEM_CUDA_USE_GDRCOPY="1"), "FI_HMEM_CUDA_USE_GDRCOPY", NOTE),
     (set_environ(FI_PROVIDER="tcp"), "FI_PROVIDER", NOTE),
-    (set_environ(PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:1,expandable_segments:True"), "PYTORCH_CUDA_ALLOC_CONF", BAD),
+    (
+        set_environ(PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:1,expandable_segments:True"),
+        "PYTORCH_CUDA_ALLOC_CONF",
+        BAD,
+    ),
     (set_environ(PYTORCH_ALLOC_CONF="expandable_segments:true"), "PYTORCH_ALLOC_CONF", BAD),
     (set_environ(CUDA_VISIBLE_DEVICES=""), "CUDA_VISIBLE_DEVICES", BAD),
     (set_environ(CUDA_VISIBLE_DEVICES="3"), "CUDA_VISIBLE_DEVICES", NOTE),
@@ -138,7 +142,11 @@ FAULTS: list[tuple[Callable[[Surroundings], None], str, str]] = [
     (set_environ(KUBERNETES_SERVICE_HOST="10.0.0.1"), "container", NOTE),
     (set_status(active=False, reason="CTXFIX_DISABLE=1"), "ctxfix", BAD),
     (set_status(start_files=[]), "start-up file", BAD),
-    (set_status(start_files=[{"path": "/t/x.pth", "runs": False, "reason": "no site directory"}]), "start-up file", BAD),
+    (
+        set_status(start_files=[{"path": "/t/x.pth", "runs": False, "reason": "no site directory"}]),
+        "start-up file",
+        BAD,
+    ),
     (set_status(native={"available": False, "reason": "not built"}), "native part", BAD),
     (set_status(settings={"problems": ["CTXFIX_LOG='x'"]}), "settings", BAD),
     (set_status(targets={"nixl_cu12._api": {"state": "failed", "reason": "r"}}), "nixl_cu12._api", BAD),
@@ -164,7 +172,9 @@ FAULTS: list[tuple[Callable[[Surroundings], None], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("fault", "check", "state"), FAULTS, ids=[f"{c}-{s}-{i}" for i, (_, c, s) in enumerate(FAULTS)])
+@pytest.mark.parametrize(
+    ("fault", "check", "state"), FAULTS, ids=[f"{c}-{s}-{i}" for i, (_, c, s) in enumerate(FAULTS)]
+)
 def test_each_fault_is_found(
     around: Surroundings, fault: Callable[[Surroundings], None], check: str, state: str
 ) -> None:

@@ -151,7 +151,9 @@ def test_no_garbage_is_a_traceback_or_a_pass(tmp_path_factory: pytest.TempPathFa
     path = folder / f"prefill1{records.SUFFIX}"
     lines = path.read_bytes().splitlines(keepends=True)
     at = data.draw(st.integers(0, len(lines)))
-    junk = data.draw(st.binary(min_size=1, max_size=80).filter(lambda b: b.strip() and b"\n" not in b and b"\r" not in b))
+    junk = data.draw(
+        st.binary(min_size=1, max_size=80).filter(lambda b: b.strip() and b"\n" not in b and b"\r" not in b)
+    )
     path.write_bytes(b"".join([*lines[:at], junk + b"\n", *lines[at:]]))
     assert judge(merge.read(str(folder))).code == 1
 

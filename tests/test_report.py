@@ -45,7 +45,10 @@ def test_exit_codes(good: Path, bad: Path, tmp_path: Path, capsys: pytest.Captur
 def test_json(bad: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["report", str(bad), "--json", "-"]) == 1
     printed = json.loads(capsys.readouterr().out)
-    assert [(row["rank"], row["path"], row["good"]) for row in printed["rows"]] == [(0, "CUDA_IPC", True), (1, "SAR", False)]
+    assert [(row["rank"], row["path"], row["good"]) for row in printed["rows"]] == [
+        (0, "CUDA_IPC", True),
+        (1, "SAR", False),
+    ]
     cli.main(["report", str(bad), "--json", str(tmp_path / "v.json")])
     assert json.loads((tmp_path / "v.json").read_text()) == printed
 
@@ -84,7 +87,13 @@ def test_the_page_stands_alone_and_is_escaped(tmp_path: Path) -> None:
 
 
 def test_numbers_as_people_read_them() -> None:
-    assert [report.size(n) for n in (0, 999, 1000, 254_803_968, 2 << 30)] == ["0 B", "999 B", "1.0 kB", "255 MB", "2.1 GB"]
+    assert [report.size(n) for n in (0, 999, 1000, 254_803_968, 2 << 30)] == [
+        "0 B",
+        "999 B",
+        "1.0 kB",
+        "255 MB",
+        "2.1 GB",
+    ]
 
 
 def test_a_thousand_ranks() -> None:

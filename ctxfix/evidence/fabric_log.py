@@ -23,7 +23,7 @@ _LIBFABRIC: dict[str, re.Pattern[str]] = {
     "copy_failure": re.compile(r"Failed to perform cudaMemcpy: (?P<error>\w+)"),
     "shm_off": re.compile(r"EFA will not use SHM for intranode communication"),
     "shm_peer": re.compile(r"Successfully inserted .* to shm provider's av"),
-    "peer_access": re.compile(r"CUDA P(?:2P|eer) .*(?:not|un)|cuDeviceCanAccessPeer failed", re.IGNORECASE),
+    "peer_access": re.compile(r"Peer access from CUDA device \d+ -> CUDA device \d+ : No|cuDeviceCanAccessPeer failed"),
 }
 _OTHERS: dict[str, re.Pattern[str]] = {
     "nixl_multi_gpu": re.compile(r"Multi-GPU detected"),

@@ -78,6 +78,7 @@ class Process:
     efa_before: dict[str, Any] = field(default_factory=dict)
     efa_after: dict[str, Any] = field(default_factory=dict)
     native: dict[str, Any] = field(default_factory=dict)
+    counters: dict[str, int] = field(default_factory=dict)  # ctxfix's own (ctxfix.stats)
     final: bool = False
     damage: list[str] = field(default_factory=list)
 
@@ -171,6 +172,7 @@ def _latest(process: Process, record: dict[str, Any]) -> None:
     process.identity = Identity(**record["identity"])
     process.agents = {str(name): [str(b) for b in about["backends"]] for name, about in record["agents"].items()}
     process.native = dict(record.get("native") or {})
+    process.counters = {str(name): int(value) for name, value in (record.get("counters") or {}).items()}
     process.final = bool(record.get("final"))
     if record["kind"] == "baseline":
         process.efa_before = dict(record["efa"])

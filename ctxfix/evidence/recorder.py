@@ -14,7 +14,8 @@ import platform
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -156,11 +157,42 @@ def start(folder: str) -> Recorder | None:
 
 
 def attach(module: ModuleType) -> None:
-    """Record what passes through NIXL's ``module``, if CTXFIX_RECORD asks for it."""
+    """Record what passes through NIXL's ``module``, if that is wanted."""
     folder = settings.current().record
-    if folder is not None and (recorder := start(folder)) is not None:
+    recorder = _recorder or (start(folder) if folder is not None else None)
+    if recorder is not None:
         count_calls()
         posts.watch(module, recorder.observer)
+
+
+@contextmanager
+def recording(folder: str) -> Iterator[Recorder]:
+    """Record this process into ``folder`` for the length of a ``with`` block: for tests.
+
+    NIXL's hooks are taken off and put on again at both ends, so that the observers come to lie under them.
+
+    Raises:
+        EvidenceError: the folder cannot be used, or this process is being recorded already.
+    """
+    global _recorder
+    from ctxfix import activation
+
+    with _starting:
+        if _recorder is not None:
+            raise EvidenceError(f"this process is being recorded already, into {_recorder.folder}")
+        recorder = _recorder = Recorder(folder)
+    activation.unpatch_nixl()
+    activation.patch_nixl()
+    recorder.start()
+    try:
+        yield recorder
+    finally:
+        recorder.finish()
+        atexit.unregister(recorder.finish)
+        _recorder = None
+        activation.unpatch_nixl()
+        activation.patch_nixl()
+        recorder.writer.close()
 
 
 def count_calls() -> None:

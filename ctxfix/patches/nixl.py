@@ -475,7 +475,7 @@ def apply(module: ModuleType) -> None:
     if done is not None and done.patches[0].owner is agent:
         return
     driver.attach()
-    if settings.current().record is not None:
+    if settings.current().record is not None or "ctxfix.evidence.recorder" in sys.modules:
         # Under our own hooks, so that what is recorded is what NIXL finds.
         import_module("ctxfix.evidence.recorder").attach(module)
     hooks: list[tuple[type, str, Callable[[Hook], Hook]]] = [

@@ -77,7 +77,9 @@ def activation(around: Surroundings) -> Iterator[Finding]:
     """Whether ctxfix is on, here and in new interpreters."""
     status = around.status()
     if not status["active"]:
-        yield Finding("ctxfix", BAD, f"off: {status['reason']}", "nothing is bound", "unset CTXFIX_DISABLE, or import ctxfix")
+        yield Finding(
+            "ctxfix", BAD, f"off: {status['reason']}", "nothing is bound", "unset CTXFIX_DISABLE, or import ctxfix"
+        )
     files = status["start_files"]
     if any(file["runs"] for file in files):
         yield Finding("start-up file", OK, next(file["path"] for file in files if file["runs"]))
@@ -92,7 +94,9 @@ def activation(around: Surroundings) -> Iterator[Finding]:
         )
     for name, target in status["targets"].items():
         if target["state"].startswith("failed"):
-            yield Finding(name, BAD, target["reason"], "its calls are as shipped", "report it, with `ctxfix status --json`")
+            yield Finding(
+                name, BAD, target["reason"], "its calls are as shipped", "report it, with `ctxfix status --json`"
+            )
     for problem in status["settings"].get("problems", []):
         yield Finding("settings", BAD, problem, "", "correct or unset the variable")
     native = status["native"]
@@ -289,7 +293,9 @@ def gpus(around: Surroundings) -> Iterator[Finding]:
             nvml = importlib.import_module("pynvml")
         nvml.nvmlInit()
     except Exception as error:  # noqa: BLE001 - the package or the driver is absent, in the way of its version
-        yield Finding("GPUs", UNKNOWN, f"NVML is not there: {type(error).__name__}: {error}", "no GPU, or no driver, here")
+        yield Finding(
+            "GPUs", UNKNOWN, f"NVML is not there: {type(error).__name__}: {error}", "no GPU, or no driver, here"
+        )
         return
     try:
         handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
@@ -297,7 +303,8 @@ def gpus(around: Surroundings) -> Iterator[Finding]:
             f"{i}-{j}"
             for i, first in enumerate(handles)
             for j, second in enumerate(handles)
-            if i < j and nvml.nvmlDeviceGetP2PStatus(first, second, nvml.NVML_P2P_CAPS_INDEX_READ) != nvml.NVML_P2P_STATUS_OK
+            if i < j
+            and nvml.nvmlDeviceGetP2PStatus(first, second, nvml.NVML_P2P_CAPS_INDEX_READ) != nvml.NVML_P2P_STATUS_OK
         ]
         if refused:
             yield Finding(
@@ -323,7 +330,9 @@ def _gpu_modes(nvml: Any, index: int, handle: Any) -> Iterator[Finding]:
     except Exception:  # noqa: BLE001 - a GPU without MIG
         mig = 0
     if mig:
-        yield Finding(f"GPU {index}", BAD, "MIG is on", "CUDA IPC does not work between MIG instances", "nvidia-smi -mig 0")
+        yield Finding(
+            f"GPU {index}", BAD, "MIG is on", "CUDA IPC does not work between MIG instances", "nvidia-smi -mig 0"
+        )
     if nvml.nvmlDeviceGetComputeMode(handle) == nvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS:
         yield Finding(
             f"GPU {index}",

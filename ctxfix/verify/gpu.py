@@ -18,6 +18,7 @@ from cuda.bindings import driver as cu
 from ctxfix.errors import VerifyError
 
 _CHUNK = 16 << 20
+_NO_DEVICE = 100
 _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
@@ -33,7 +34,8 @@ def call(function: Callable[..., Any], *args: Any) -> Any:
 def count() -> int:
     """How many GPUs this process sees. Raises VerifyError if there is no driver."""
     try:
-        call(cu.cuInit, 0)
+        if int(cu.cuInit(0)[0]) == _NO_DEVICE:
+            return 0
         return int(call(cu.cuDeviceGetCount))
     except RuntimeError as error:  # cuda.bindings: the library is not there
         raise VerifyError(f"there is no CUDA driver on this machine ({error})") from error

@@ -141,7 +141,9 @@ def junit(judgement: Judgement) -> str:
 
 def _plain(text: str) -> str:
     """Without what XML cannot hold: logs are laced with it."""
-    return "".join(c if c in "\t\n" or " " <= c <= "\ud7ff" or "\ue000" <= c <= "\ufffd" or c > "\uffff" else "?" for c in text)
+    return "".join(
+        c if c in "\t\n" or " " <= c <= "\ud7ff" or "\ue000" <= c <= "\ufffd" or c > "\uffff" else "?" for c in text
+    )
 
 
 def write(path: str, text: str) -> None:
@@ -213,7 +215,11 @@ def _html_row(row: Row, numeric: set[str]) -> str:
     e = html_module.escape
     cells = []
     for head, cell in zip(_HEADS, _cells(row), strict=True):
-        text = f'<span class="path" style="background:{_COLOURS[row.path]}">{e(cell)}</span>' if head == "path" else e(cell)
+        text = (
+            f'<span class="path" style="background:{_COLOURS[row.path]}">{e(cell)}</span>'
+            if head == "path"
+            else e(cell)
+        )
         cells.append(f'<td class="{"n" if head in numeric else ""}">{text}</td>')
     return f"<tr>{''.join(cells)}</tr>"
 

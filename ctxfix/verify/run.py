@@ -62,7 +62,9 @@ class Plan:
     def seating(self) -> str:
         """Who sits where, for the report."""
         pairs = [f"rank {r}: {self.gpu_of('prefill', r)}→{self.gpu_of('decode', r)}" for r in range(self.world)]
-        shared = "" if self.gpus >= 2 * self.world else f" ({self.gpus} GPUs for {2 * self.world} processes: some share)"
+        shared = (
+            "" if self.gpus >= 2 * self.world else f" ({self.gpus} GPUs for {2 * self.world} processes: some share)"
+        )
         return "GPUs of prefill→decode: " + ", ".join(pairs) + shared
 
 
@@ -71,7 +73,9 @@ def main(options: argparse.Namespace) -> int:
     try:
         plan = make_plan(options)
         with _folder(options, plan) as folder:
-            return _carry_out(options, plan, folder)
+            code = _carry_out(options, plan, folder.path)
+            folder.keep = code != 0
+            return code
     except CtxfixError as error:
         print(f"ctxfix verify: {error}", file=sys.stderr)
         return 2
@@ -111,27 +115,31 @@ def make_plan(options: argparse.Namespace) -> Plan:
     )
 
 
+@dataclass
+class _Folder:
+    path: str
+    keep: bool = True
+
+
 @contextlib.contextmanager
-def _folder(options: argparse.Namespace, plan: Plan) -> Iterator[str]:
+def _folder(options: argparse.Namespace, plan: Plan) -> Iterator[_Folder]:
     """The folder of records: the user's, or a temporary one that stays if something is wrong."""
     if options.record:
         os.close(records.open_folder(options.record))
         if len(plan.ranks) == plan.world and os.listdir(options.record):
             raise VerifyError(f"{options.record} is not empty: use a new folder for each run")
-        yield os.path.abspath(options.record)
+        yield _Folder(os.path.abspath(options.record))
         return
     if len(plan.ranks) < plan.world:
         raise VerifyError("under a launcher the ranks need a folder that all of them see: --record DIR")
-    folder = tempfile.mkdtemp(prefix="ctxfix-verify-")
-    keep = True
+    folder = _Folder(tempfile.mkdtemp(prefix="ctxfix-verify-"))
     try:
         yield folder
-        keep = False
     finally:
-        if not keep:
-            shutil.rmtree(folder, ignore_errors=True)
+        if folder.keep:
+            print(f"ctxfix verify: the records and logs of the processes are in {folder.path}", file=sys.stderr)
         else:
-            print(f"ctxfix verify: the records and logs of the processes are in {folder}", file=sys.stderr)
+            shutil.rmtree(folder.path, ignore_errors=True)
 
 
 def _carry_out(options: argparse.Namespace, plan: Plan, folder: str) -> int:
@@ -233,7 +241,8 @@ def _run_pair(
     deadline = time.monotonic() + plan.timeout
     with contextlib.ExitStack() as stack:
         ends = {
-            role: stack.enter_context(Process(plan, role, rank, folder, disabled, deadline)) for role in ("prefill", "decode")
+            role: stack.enter_context(Process(plan, role, rank, folder, disabled, deadline))
+            for role in ("prefill", "decode")
         }
         prefill, decode = ends["prefill"], ends["decode"]
         about = {role: end.answer() for role, end in ends.items()}
@@ -365,7 +374,11 @@ class Process:
 
 def environment(environ: Any, folder: str, disabled: bool, loopback: str | None) -> dict[str, str]:
     """A worker's environment: libfabric says what it has to say, into our log, whatever the user's shell filters."""
-    result = {name: value for name, value in environ.items() if name not in ("FI_LOG_PROV", "FI_LOG_SUBSYS", "FI_LOG_LOCATION")}
+    result = {
+        name: value
+        for name, value in environ.items()
+        if name not in ("FI_LOG_PROV", "FI_LOG_SUBSYS", "FI_LOG_LOCATION")
+    }
     result.setdefault("FI_LOG_LEVEL", "warn")
     result["CTXFIX_RECORD"] = folder
     result["CTXFIX_DISABLE"] = "1" if disabled else "0"
@@ -398,7 +411,15 @@ def _print_comparison(without: Judgement, with_ctxfix: Judgement) -> None:
     from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, title="what ctxfix changes", title_justify="left", pad_edge=False)
-    for head in ("direction", "path without", "path with", "time without", "time with", "faster", "wrong or stale without"):
+    for head in (
+        "direction",
+        "path without",
+        "path with",
+        "time without",
+        "time with",
+        "faster",
+        "wrong or stale without",
+    ):
         table.add_column(head, justify="left" if head.startswith(("dir", "path")) else "right")
     before = {row.name: row for row in without.rows}
     for row in with_ctxfix.rows:
@@ -410,7 +431,9 @@ def _print_comparison(without: Judgement, with_ctxfix: Judgement) -> None:
             _ms(old),
             _ms(row),
             f"{old.mean_ms / row.mean_ms:.1f}×" if old and old.mean_ms and row.mean_ms else "–",
-            str(sum(any(word in reason for word in ("WRONG", "before their")) for reason in old.reasons)) if old else "–",
+            str(sum(any(word in reason for word in ("WRONG", "before their")) for reason in old.reasons))
+            if old
+            else "–",
         )
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 

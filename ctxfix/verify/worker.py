@@ -133,9 +133,7 @@ class Worker:
                 return {"state": "no notification came"}
         peeked = self.gpu.peek(places)
         del self.notified[wanted]
-        late = sum(
-            not _is(pattern, data, source, transfer) for data, (_, source, _) in zip(peeked, ends, strict=True)
-        )
+        late = sum(not _is(pattern, data, source, transfer) for data, (_, source, _) in zip(peeked, ends, strict=True))
         wrong = not all(
             self.gpu.same(self.target + piece.target, piece.size, pattern, transfer, piece.source)
             for piece in form.pieces
