@@ -146,9 +146,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _declare_doctor(commands: "Commands") -> None:
-    parser = commands.add_parser(
-        "doctor", help="name what in this machine and environment decides the path of transfers"
-    )
+    parser = commands.add_parser("doctor", help="name what in this machine decides the path of transfers")
     parser.add_argument("--json", action="store_true", help="print one JSON object with stable keys")
     parser.set_defaults(carry_out=_doctor)
 
@@ -163,9 +161,9 @@ def _declare_verify(commands: "Commands") -> None:
     parser = commands.add_parser(
         "verify",
         help="move data between GPUs as applications do, and prove which path it took, rank by rank",
-        description="Starts a prefill and a decode process for each rank, moves KV-cache-shaped data through NIXL in both "
-        "directions, compares the bytes and judges. Under torchrun, srun or mpirun it starts only its own rank's pair. "
-        "Exit code: 0 every rank is proven, 1 a rank is not, 2 it could not be run.",
+        description="Starts a prefill and a decode process for each rank, moves KV-cache-shaped data through NIXL in "
+        "both directions, compares the bytes and judges. Under torchrun, srun or mpirun it starts only its own rank's "
+        "pair. Exit code: 0 every rank is proven, 1 a rank is not, 2 it could not be run.",
     )
     parser.add_argument("--tp", type=int, metavar="N", help="ranks (default: 2, or the launcher's world size)")
     parser.add_argument("--backend", default="LIBFABRIC", choices=["LIBFABRIC", "UCX"])

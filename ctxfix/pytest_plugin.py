@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ctxfix.verify.recording import Recording
 
 _PROPERTY = "ctxfix"
-_RECORDING: pytest.StashKey[Recording] = pytest.StashKey()
+_RECORDING: pytest.StashKey[Any] = pytest.StashKey[Any]()
 _OPTIONS = {
     "record": ("keep the records of each test in a folder of its own under DIR", "DIR"),
     "strict": ("let failures of ctxfix itself fail the tests (CTXFIX_STRICT)", None),
@@ -39,7 +39,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     for name, (text, value) in _OPTIONS.items():
         kind: dict[str, Any] = {"metavar": value} if value else {"action": "store_true"}
         group.addoption(f"--ctxfix-{name}", default=None, help=text, **kind)
-        parser.addini(f"ctxfix_{name.replace('-', '_')}", text, type="string" if value else "bool", default=None)
+        ini: Any = "string" if value else "bool"
+        parser.addini(f"ctxfix_{name.replace('-', '_')}", text, type=ini, default=None)
 
 
 def _setting(config: pytest.Config, name: str) -> Any:
@@ -51,8 +52,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Announce the marker."""
     config.addinivalue_line(
         "markers",
-        "cuda_ipc(ranks=None, compared=False): the test passes only if all transfers of all ranks are proven to go by CUDA "
-        "IPC (ctxfix); compared: the bytes must have been compared through ctxfix_recorder.compared, too",
+        "cuda_ipc(ranks=None, compared=False): the test passes only if all transfers of all ranks are proven to go by "
+        "CUDA IPC (ctxfix); compared: the bytes must have been compared through ctxfix_recorder.compared, too",
     )
 
 

@@ -61,8 +61,8 @@ def test_what_else_libfabric_says(line: str, what: str) -> None:
 def test_lines_of_nixl_and_ucx() -> None:
     lines = [
         "I1130 21:28:42.798280 21492 libfabric_backend.cpp:980] Multi-GPU detected (device 1), using cudaSetDevice",
-        "[1700:1:a] +--------+ ucp_context_0 intra-node cfg#2 | remote memory write by ucp_put* from cuda/GPU0 to cuda |",
-        "[1700:1:a] |  0..inf | zero-copy            | cuda_ipc/cuda                                                  |",
+        "[1700:1:a] +--------+ ucp_context_0 intra-node cfg#2 | remote memory write by ucp_put* from cuda/GPU0 |",
+        "[1700:1:a] |  0..inf | zero-copy            | cuda_ipc/cuda                                          |",
     ]
     said = fabric_log.parse(lines)[None]
     assert said.counts == {"nixl_multi_gpu": 1, "ucx_path": 1}

@@ -163,7 +163,8 @@ def test_it(ctxfix_recorder):
 
 @pytest.mark.skipif(importlib.util.find_spec("xdist") is None, reason="pytest-xdist is not installed")
 def test_rows_come_through_xdist(pytester: pytest.Pytester) -> None:
-    code = "import pytest\n@pytest.mark.parametrize('n', range(4))\ndef test_it(ctxfix_recorder, n): leave(ctxfix_recorder)"
+    code = "import pytest\n@pytest.mark.parametrize('n', range(4))\n"
+    code += "def test_it(ctxfix_recorder, n): leave(ctxfix_recorder)"
     result = run(pytester, code, "-n", "2")
     result.assert_outcomes(passed=4)
     assert result.stdout.str().count("prefill rank 1") == 4

@@ -184,7 +184,8 @@ def host_memory(files: Files) -> None:
 SPOILERS: list[Callable[[Files], None]] = [
     without_copies, through_the_host, range_fails, handle_fails, copy_fails, wrong_bytes, stale, not_compared,
     compared_in_part, checked_by_another, never_posted, no_record, neither_end, no_receiver, not_counted,
-    not_counted_there, never_opened, a_copy_too_few, a_byte_too_few, a_handle_too_many, unfinished, failed, started_only,
+    not_counted_there, never_opened, a_copy_too_few, a_byte_too_few, a_handle_too_many, unfinished, failed,
+    started_only,
     rank_twice, two_runs, records_lost, killed, no_counts, other_format, ranks_disagree, no_rank, unseen_posts,
     on_other_hosts, ucx, host_memory,
 ]  # fmt: skip

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """On which GPUs this process holds a CUDA context, and on which it has memory registered.
 
-The driver tells of this process's own primary contexts, in any container; NVML adds what each process holds on each GPU.
-Limits: contexts made by cuCtxCreate are seen by NVML only. NVML names processes as the host does, so inside a PID
+The driver tells of this process's own primary contexts, in any container; NVML adds what each process holds on each
+GPU. Limits: contexts made by cuCtxCreate are seen by NVML only. NVML names processes as the host does, so inside a PID
 namespace our own cannot be found there, which is said.
 """
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """libfabric's own CUDA calls, as the native extension counts them: the best witness of the path.
 
-A transfer by CUDA IPC is, on the process that posts it, a handle made for each descriptor, and on the other one a handle
-opened (once for each allocation; libfabric keeps it) and a device-to-device copy of each descriptor. A transfer through
-host memory (SAR) is a copy to the host and one from it.
+A transfer by CUDA IPC is, on the process that posts it, a handle made for each descriptor, and on the other one a
+handle opened (once for each allocation; libfabric keeps it) and a device-to-device copy of each descriptor. A transfer
+through host memory (SAR) is a copy to the host and one from it.
 
 Limits: the counts are of the process, not of a transfer or a peer, and start when libfabric was first used under the
 extension. A copy that libfabric starts asynchronously is counted as started. Calls of UCX and of NCCL are not counted.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What libfabric (1.20 to 2.6), NIXL and UCX say about the path, read from saved logs.
 
-Limits: libfabric says nothing at all unless FI_LOG_LEVEL is set, and FI_LOG_PROV=efa hides the lines of shm. It says that
-it falls back to SAR once a process, however often it does; SAR that was chosen from the start is taken silently. No line
-of a release says that CUDA IPC was used. So a log can show that a path went wrong, never that it went right.
+Limits: libfabric says nothing at all unless FI_LOG_LEVEL is set, and FI_LOG_PROV=efa hides the lines of shm. It says
+that it falls back to SAR once a process, however often it does; SAR that was chosen from the start is taken silently.
+No line of a release says that CUDA IPC was used. So a log can show that a path went wrong, never that it went right.
 """
 
 from __future__ import annotations

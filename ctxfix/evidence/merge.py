@@ -105,8 +105,8 @@ def read(folder: str, logs: list[str] | None = None) -> Run:
     files, problems = records.read_folder(folder)
     if not files:
         raise EvidenceError(
-            f"{folder} holds no record of ctxfix (files NAME{records.SUFFIX}). Run the program with CTXFIX_RECORD={folder}, "
-            "or under: ctxfix run --record DIR -- CMD" + "".join(f"\n{problem}" for problem in problems)
+            f"{folder} holds no record of ctxfix (files NAME{records.SUFFIX}). Run the program with "
+            f"CTXFIX_RECORD={folder}, or under: ctxfix run --record DIR -- CMD" + "".join(f"\n{problem}" for problem in problems)
         )
     run = Run([process_of(file) for file in files], problems)
     _add_logs(run, _logs_in(folder) if logs is None else logs)
@@ -270,6 +270,6 @@ def _add_logs(run: Run, paths: list[str]) -> None:
                 )
         if strangers:
             run.problems.append(
-                f"{path} speaks of {len(strangers)} processes that recorded nothing (pid {strangers[0]}, …): the log of "
-                "another run, or their lines say nothing here"
+                f"{path} speaks of {len(strangers)} processes that recorded nothing (pid {strangers[0]}, …): the log "
+                "of another run, or their lines say nothing here"
             )

@@ -2,8 +2,8 @@
 """The recorder of this process: one file of records in the folder CTXFIX_RECORD names.
 
 It starts when NIXL is patched, and writes a header, one record a transfer, and all counts together: every second in
-which they changed, and at the end. A process that is killed thus loses a second at most. A forked child gets a file of its
-own when it makes an agent.
+which they changed, and at the end. A process that is killed thus loses a second at most. A forked child gets a file of
+its own when it makes an agent.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def recording(folder: str) -> Iterator[Recorder]:
 
 
 def count_calls() -> None:
-    """Have libfabric's CUDA calls counted, where the native extension is there and wanted. Again when libraries came."""
+    """Have libfabric's CUDA calls counted where the native extension is there; called again when libraries came."""
     from ctxfix import native
 
     if native.available() and settings.current().native_threads != "off":
@@ -204,8 +204,8 @@ def count_calls() -> None:
 
 
 def _after_fork() -> None:
-    # The child's records must not appear in the parent's file. The observers stay where they are and write nothing until
-    # the child has a file of its own.
+    # The child's records must not appear in the parent's file. The observers stay where they are and write nothing
+    # until the child has a file of its own.
     global _recorder, _starting
     before, _recorder, _starting = _recorder, None, threading.Lock()
     if before is None:

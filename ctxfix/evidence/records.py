@@ -41,8 +41,8 @@ def open_folder(path: str) -> int:
     if info.st_uid != os.geteuid() or info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         os.close(folder)
         raise EvidenceError(
-            f"no records are written into {path}: it belongs to another user or others may write to it. Use a folder of "
-            "your own, made by: install -d -m 700 DIR"
+            f"no records are written into {path}: it belongs to another user or others may write to it. Use a "
+            "folder of your own, made by: install -d -m 700 DIR"
         )
     return folder
 

@@ -204,8 +204,8 @@ def expandable_segments(around: Surroundings) -> Iterator[Finding]:
                 name,
                 BAD,
                 "expandable_segments:True",
-                "such memory belongs to no context and has no legacy IPC handle: transfers hang, fail, or bring WRONG bytes "
-                "with NIXL 1.1.0 and 1.4.0 on libfabric 2.4.0",
+                "such memory belongs to no context and has no legacy IPC handle: transfers hang, fail, or bring WRONG "
+                "bytes with NIXL 1.1.0 and 1.4.0 on libfabric 2.4.0",
                 "expandable_segments:False for processes that transfer",
             )
 
@@ -224,8 +224,8 @@ def visible_devices(around: Surroundings) -> Iterator[Finding]:
             "CUDA_VISIBLE_DEVICES",
             NOTE,
             visible,
-            "a single GPU: threads cannot land on a wrong one, but memory of a peer's other GPU cannot be opened by CUDA IPC "
-            "here, and those transfers go through the host",
+            "a single GPU: threads cannot land on a wrong one, but memory of a peer's other GPU cannot be opened by "
+            "CUDA IPC here, and those transfers go through the host",
             "let prefill and decode see each other's GPUs",
         )
 
@@ -263,7 +263,7 @@ def namespaces(around: Surroundings) -> Iterator[Finding]:
             "container",
             NOTE,
             "this is a container",
-            "prefill and decode in separate PID or IPC namespaces cannot use CUDA IPC, and fail as if the context were wrong",
+            "prefill and decode in separate PID or IPC namespaces cannot use CUDA IPC, as if their contexts were wrong",
             "put both into one container, or share: docker --pid and --ipc, Kubernetes shareProcessNamespace",
         )
     try:
@@ -311,7 +311,7 @@ def gpus(around: Surroundings) -> Iterator[Finding]:
                 "peer access",
                 BAD,
                 f"not between GPUs {', '.join(refused[:8])}{' …' if len(refused) > 8 else ''}",
-                "libfabric gives CUDA IPC up for ALL GPUs, without a word, if neighbouring ones cannot reach each other",
+                "libfabric gives up CUDA IPC for ALL GPUs, silently, if neighbouring ones cannot reach each other",
                 "check nvidia-smi topo -p2p r; disable ACS/IOMMU translation, or choose GPUs that are connected",
             )
         else:
@@ -401,8 +401,8 @@ def libfabric(around: Surroundings) -> Iterator[Finding]:
     if first.version and first.version < (1, 20):
         yield Finding("libfabric", BAD, named, "NIXL needs 1.20 or newer", "install the EFA installer's libfabric")
     elif not first.cuda:
-        yield Finding("libfabric", BAD, named, "it has no CUDA support: GPU memory cannot be registered, or is copied by the "
-                      "host", "a libfabric with CUDA support")  # fmt: skip
+        yield Finding("libfabric", BAD, named, "it has no CUDA support: GPU memory cannot be registered, or is copied "
+                      "by the host", "a libfabric with CUDA support")  # fmt: skip
     elif first.version and first.version <= (2, 6):
         yield Finding(
             "libfabric",

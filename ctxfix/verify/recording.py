@@ -56,7 +56,7 @@ class Recording:
     # ---- assertions --------------------------------------------------------------------------------------------------
 
     def assert_cuda_ipc(self, ranks: int | None = None, compared: bool = False) -> None:
-        """Every direction of every rank is proven to have gone by CUDA IPC, whole; ``ranks``: how many there must be."""
+        """Every direction of every rank went by CUDA IPC, and that is proven; ``ranks``: how many there must be."""
         judgement = self.judge(ranks, compared)
         bad = [row for row in judgement.rows if row.path is not Path.CUDA_IPC]
         if bad or judgement.code:
@@ -85,10 +85,10 @@ class Recording:
             counts = process.counters
             if not counts:
                 raise AssertionError(f"{process.file}: ctxfix was off in it")
-            if counts.get("hook_failures") or counts.get("restores", 0) < counts.get("rebinds", 0):
+            made, back, failed = (counts.get(name, 0) for name in ("rebinds", "restores", "hook_failures"))
+            if failed or back < made:
                 raise AssertionError(
-                    f"{process.file}: {counts.get('rebinds', 0)} contexts were made current, {counts.get('restores', 0)} put "
-                    f"back, {counts.get('hook_failures', 0)} hooks failed"
+                    f"{process.file}: {made} contexts were made current, {back} put back, {failed} hooks failed"
                 )
 
     def _processes(self) -> list[merge.Process]:

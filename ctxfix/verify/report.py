@@ -166,16 +166,18 @@ _COLOURS = {
 }
 _CSS = """
 :root { color-scheme: light dark; --bg: #fff; --fg: #1f2328; --line: #d0d7de; --soft: #f6f8fa; --dim: #59636e }
-@media (prefers-color-scheme: dark) { :root { --bg: #0d1117; --fg: #e6edf3; --line: #30363d; --soft: #161b22; --dim: #9198a1 } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--fg); background: var(--bg); max-width: 72rem; margin: 2rem auto;
-  padding: 0 1rem }
+@media (prefers-color-scheme: dark) {
+  :root { --bg: #0d1117; --fg: #e6edf3; --line: #30363d; --soft: #161b22; --dim: #9198a1 } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--fg); background: var(--bg); max-width: 72rem;
+  margin: 2rem auto; padding: 0 1rem }
 h1 { font-size: 1.4rem; margin: 0 } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem }
 .sum { font-size: 1.05rem; padding: .6rem .9rem; border-left: 4px solid; background: var(--soft); margin: 1rem 0 }
 .wide { overflow-x: auto } table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
 th, td { text-align: left; padding: .35rem .6rem; border-bottom: 1px solid var(--line); white-space: nowrap }
 th { color: var(--dim); font-weight: 600; font-size: .85rem } td.n, th.n { text-align: right }
 .path { color: #fff; border-radius: 1rem; padding: .1rem .6rem; font-size: .8rem; font-weight: 600 }
-.why { border: 1px solid var(--line); border-radius: 6px; padding: .6rem 1rem; margin: .6rem 0; overflow-wrap: anywhere }
+.why { border: 1px solid var(--line); border-radius: 6px; padding: .6rem 1rem; margin: .6rem 0;
+  overflow-wrap: anywhere }
 .why p { margin: .2rem 0 } .cure { font-weight: 600 } .dim { color: var(--dim) }
 svg { max-width: 100%; height: auto } svg text { font: 13px system-ui, sans-serif; fill: var(--fg) }
 svg .box { fill: var(--soft); stroke: var(--line) } svg .dim { fill: var(--dim); font-size: 11px }

@@ -53,7 +53,7 @@ class Plan:
     cross: bool
 
     def gpu_of(self, role: str, rank: int) -> int:
-        """Each process its GPU if there are enough; else decode shares its prefill's, or with ``cross`` the next one's."""
+        """A GPU for each process if there are enough; else decode shares its prefill's, or the next one's (cross)."""
         if role == "prefill" or not self.cross:
             own = rank + (self.world if role == "decode" and self.gpus >= 2 * self.world else 0)
             return own % self.gpus
@@ -263,8 +263,8 @@ def _run_pair(
                             with contextlib.suppress(VerifyError):
                                 end.ask("finish")
                         raise VerifyError(
-                            f"transfer {number} ({form.name}, {sender.role} to {receiver.role}) did not end: the sender says "
-                            f"{sent['state']}, the receiver {received['state']}"
+                            f"transfer {number} ({form.name}, {sender.role} to {receiver.role}) did not end: the "
+                            f"sender says {sent['state']}, the receiver {received['state']}"
                         )
         prefill.ask("finish")
         decode.ask("finish")

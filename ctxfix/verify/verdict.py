@@ -3,8 +3,8 @@
 
 A direction is one process that posts transfers and one whose memory they touch. Its path is CUDA_IPC only if everything
 that makes up a copy by CUDA IPC was counted, and nothing else: handles made by the poster, opened by its peer, as many
-device-to-device copies as handles, of exactly the bytes posted, no failure on either side, no byte through the host; and
-if the application compared every byte and read none too early. What is merely not contradicted is UNPROVEN.
+device-to-device copies as handles, of exactly the bytes posted, no failure on either side, no byte through the host;
+and if the application compared every byte and read none too early. What is merely not contradicted is UNPROVEN.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def _missing(rows: list[Row], run: Run, ranks: int | None) -> list[Row]:
 
 
 def _unranked(rows: list[Row], directions: list[_Direction], ranks: int | None) -> None:
-    """Processes that do not know their rank are taken for all ranks only if their number is the one that was asked for."""
+    """Processes that do not know their rank are taken for all ranks only if there are as many as were asked for."""
     unranked = {direction.poster.file for direction in directions if direction.poster.identity.rank is None}
     if unranked and len(unranked) == ranks:
         return
@@ -218,8 +218,8 @@ def _rank_zero_alone(rows: list[Row]) -> None:
         if row.good:
             _doubt(
                 row,
-                "rank 0 alone proves nothing: a thread without a context lands on GPU 0, which is its own; the bug shows "
-                "from rank 1 on",
+                "rank 0 alone proves nothing: a thread without a context lands on GPU 0, which is its own; the bug "
+                "shows from rank 1 on",
             )
 
 
@@ -471,7 +471,7 @@ def _ipc(direction: _Direction, all_directions: list[_Direction]) -> tuple[Path,
             against.append(f"{peer.file}: no IPC handle was opened")
         if peer.calls.copied_bytes != expected:
             against.append(
-                f"{peer.file}: {peer.calls.copied_bytes:,} bytes were copied from GPU to GPU, {expected:,} were posted to it"
+                f"{peer.file}: {peer.calls.copied_bytes:,} bytes were copied from GPU to GPU, {expected:,} posted to it"
             )
     if copies != sum(handles.values()):
         against.append(f"{sum(handles.values())} handles were made and {copies} copies")
@@ -479,9 +479,9 @@ def _ipc(direction: _Direction, all_directions: list[_Direction]) -> tuple[Path,
         return Path.UNPROVEN, against
     peer_calls = direction.peer.calls_ever if direction.peer else None
     return Path.CUDA_IPC, [
-        f"{handles[id(direction.poster)]} handles made, {peer_calls.opens if peer_calls else 0} opened, {copies} copies from "
-        f"GPU to GPU{f' in {len(group)} directions' if len(group) > 1 else ''}, of exactly the bytes posted; no failure, "
-        "nothing through the host"
+        f"{handles[id(direction.poster)]} handles made, {peer_calls.opens if peer_calls else 0} opened, {copies} "
+        f"copies from GPU to GPU{f' in {len(group)} directions' if len(group) > 1 else ''}, of exactly the bytes "
+        "posted; no failure, nothing through the host"
     ]
 
 
@@ -508,8 +508,8 @@ def advice(row: Row) -> list[str]:
         result = []
         if row.stray or row.peer_stray:
             result.append(
-                "A context is on a GPU where the process has no memory: about 0.5 GB of it, per process. Let ctxfix be active "
-                "before CUDA is first used (`ctxfix status`), with its native part built."
+                "A context is on a GPU where the process has no memory: about 0.5 GB of it, per process. Let ctxfix be "
+                "active before CUDA is first used (`ctxfix status`), with its native part built."
             )
         return result
     text = " ".join(row.reasons)
@@ -517,8 +517,8 @@ def advice(row: Row) -> list[str]:
     if row.path is Path.SAR:
         if row.contexts.get("none") or row.contexts.get("wrong") or "NOT_FOUND" in text or "INVALID_CONTEXT" in text:
             result.append(
-                "The thread that posted had no context, or another GPU's. Activate ctxfix in the poster: pip install ctxfix, "
-                "then `ctxfix status` must say that nixl is patched."
+                "The thread that posted had no context, or another GPU's. Activate ctxfix in the poster: pip install "
+                "ctxfix, then `ctxfix status` must say that nixl is patched."
             )
         else:
             result.append(

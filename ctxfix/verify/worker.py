@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One process of the verification: a prefill or decode rank that uses NIXL as an application does.
 
-Everything on the main thread but the transfers, which a bare ``threading.Thread`` posts, as in SGLang. It is told what to
-do by lines of JSON on the file descriptor given first, and answers on the second; see ctxfix.verify.run.
+Everything on the main thread but the transfers, which a bare ``threading.Thread`` posts, as in SGLang. It is told what
+to do by lines of JSON on the file descriptor given first, and answers on the second; see ctxfix.verify.run.
 """
 
 from __future__ import annotations

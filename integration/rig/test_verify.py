@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ctxfix verify` on the rig: real NIXL, and where it was built a real libfabric that uses CUDA IPC on the fake driver."""
+"""`ctxfix verify` on the rig: real NIXL, and where it was built a real libfabric that uses CUDA IPC on the fake
+driver."""
 
 from __future__ import annotations
 
@@ -72,7 +73,8 @@ def test_every_rank_and_direction_is_proven(rig: Rig, tmp_path: Path, nixl: str)
 
 @needs_cuda_libfabric
 def test_without_ctxfix_rank_1_falls_back(rig: Rig, tmp_path: Path) -> None:
-    """What the project is about: rank 0 by CUDA IPC, rank 1 by SAR. Decode's GPUs are 2 and 3, so it sends by SAR too."""
+    """What the project is about: rank 0 by CUDA IPC, rank 1 by SAR. Decode's GPUs are 2 and 3, so it sends by SAR
+    too."""
     code, judgement, _ = verify(rig, tmp_path, "1.1.0", "--without")
     assert code == 1
     assert paths(judgement) == {
