@@ -8,6 +8,8 @@ PYTEST_DONT_REWRITE: we have a pytest plugin, and the start-up file imports us b
 it would warn of that in every run.
 """
 
+import sys
+
 from ctxfix import _startup
 
 TYPE_CHECKING = False  # `typing` is not loaded at interpreter start; type checkers know the bare name
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from ctxfix.affinity import bound
     from ctxfix.counters import snapshot as stats
     from ctxfix.errors import CtxfixError, DriverError, PatchError, SettingsError, UnknownOwnerError
-    from ctxfix.native import native_threads
+    from ctxfix.native.agents import native_threads
 
 __version__ = "0.1.0"
 
@@ -46,7 +48,7 @@ _HOMES = {
     "activate": ("ctxfix.activation", "activate"),
     "bound": ("ctxfix.affinity", "bound"),
     "deactivate": ("ctxfix.activation", "deactivate"),
-    "native_threads": ("ctxfix.native", "native_threads"),
+    "native_threads": ("ctxfix.native.agents", "native_threads"),
     "patch_nixl": ("ctxfix.activation", "patch_nixl"),
     "stats": ("ctxfix.counters", "snapshot"),
     "status": ("ctxfix._status", "status"),
@@ -59,7 +61,12 @@ def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'ctxfix' has no attribute {name!r}")
     module, attribute = _HOMES[name]
-    value = globals()[name] = getattr(__import__(module, fromlist=(attribute,)), attribute)
+    try:
+        value = getattr(__import__(module, fromlist=(attribute,)), attribute)
+    except ImportError as error:
+        # Whoever goes through all names (inspect, completion) expects this error and no other.
+        raise AttributeError(f"ctxfix.{name} cannot be loaded in {sys.executable}: {error}") from error
+    globals()[name] = value
     return value
 
 

@@ -106,7 +106,8 @@ def read(folder: str, logs: list[str] | None = None) -> Run:
     if not files:
         raise EvidenceError(
             f"{folder} holds no record of ctxfix (files NAME{records.SUFFIX}). Run the program with "
-            f"CTXFIX_RECORD={folder}, or under: ctxfix run --record DIR -- CMD" + "".join(f"\n{problem}" for problem in problems)
+            f"CTXFIX_RECORD={folder}, or under: ctxfix run --record DIR -- CMD"
+            + "".join(f"\n{problem}" for problem in problems)
         )
     run = Run([process_of(file) for file in files], problems)
     _add_logs(run, _logs_in(folder) if logs is None else logs)

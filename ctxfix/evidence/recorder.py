@@ -197,10 +197,9 @@ def recording(folder: str) -> Iterator[Recorder]:
 
 def count_calls() -> None:
     """Have libfabric's CUDA calls counted where the native extension is there; called again when libraries came."""
-    from ctxfix import native
+    from ctxfix.native import agents
 
-    if native.available() and settings.current().native_threads != "off":
-        native.install()
+    agents.install()
 
 
 def _after_fork() -> None:

@@ -339,10 +339,11 @@ static void hook_slot(struct walk *w, const struct dl_phdr_info *info, const str
 		atomic_fetch_add(&cx_slot_counts.foreign, 1);
 		return;
 	}
-	if (!list_has(&patched, (uintptr_t)slot) && !list_add(&patched, (uintptr_t)slot))
+	if (!write_slot(slot, hook))
 		return;
-	if (write_slot(slot, hook))
-		atomic_fetch_add(&cx_slot_counts.patched, 1);
+	atomic_fetch_add(&cx_slot_counts.patched, 1);
+	if (!list_has(&patched, (uintptr_t)slot))
+		list_add(&patched, (uintptr_t)slot); /* only for the report: undo finds our hooks without it */
 }
 
 static void visit_relocation(struct walk *w, const struct dl_phdr_info *info, const struct object *o,

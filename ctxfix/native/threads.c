@@ -36,6 +36,7 @@ struct cx_thread_counts cx_thread_counts;
 
 static __thread struct {
 	struct cx_armed armed;
+	void *inherited;     /* context this thread was started in */
 	unsigned member;     /* group of this thread, 0 if none */
 	unsigned seen;       /* version of its group that it has applied */
 	bool held;           /* the caller's context was put right by Python: NIXL is not to change it */
@@ -108,6 +109,7 @@ void cx_threads_forked(void)
 {
 	/* The one thread of the child: it belongs to no agent, and CUDA does not work in it. */
 	me.armed = (struct cx_armed){ 0 };
+	me.inherited = NULL;
 	me.member = 0;
 	me.held = false;
 	for (unsigned n = atomic_load(&ngroups); n; n--)
@@ -120,7 +122,7 @@ void cx_threads_forked(void)
 static void bind(struct group *g, void *context, bool late)
 {
 	const struct cx_driver *d = cx_driver();
-	if (d && d->ctx_set(context) == CX_OK) {
+	if (d && cx_alive(d, context) && d->ctx_set(context) == CX_OK) {
 		atomic_fetch_add(&cx_thread_counts.bound, 1);
 		if (late)
 			atomic_fetch_add(&cx_thread_counts.late, 1);
@@ -186,6 +188,7 @@ static void *started(void *arg)
 			if (later)
 				s.context = later;
 		}
+		me.inherited = s.context;
 		if (s.context)
 			bind(g, s.context, false);
 		else
@@ -199,7 +202,7 @@ typedef int create_call(pthread_t *, const pthread_attr_t *, void *(*)(void *), 
 
 static int create(create_call *real, pthread_t *thread, const pthread_attr_t *attr, void *(*routine)(void *), void *arg)
 {
-	if ((!me.armed.on && !me.member) || atomic_load(&cx_off))
+	if ((!me.armed.on && !me.member && !me.inherited) || atomic_load(&cx_off))
 		return real(thread, attr, routine, arg);
 	struct start *s = atomic_load(&cx_fault_malloc) ? NULL : malloc(sizeof *s);
 	if (!s) { /* better a thread without a context than none */
@@ -208,7 +211,7 @@ static int create(create_call *real, pthread_t *thread, const pthread_attr_t *at
 	}
 	s->routine = routine;
 	s->argument = arg;
-	s->context = me.armed.on ? me.armed.context : NULL;
+	s->context = me.armed.on ? me.armed.context : me.inherited;
 	s->group = me.armed.on ? me.armed.group : me.member;
 	/* Counted first: the thread may be through before pthread_create returns. */
 	struct group *g = group_of(s->group);
@@ -263,7 +266,7 @@ static void *create_original(struct cx_rule *rule, void *value)
  * itself is left alone, since it looks at its caller's address for the search path. So does dlsym for RTLD_NEXT: the last
  * line is a jump, not a call, and dlsym sees the true caller. */
 enum { RULE_CREATE, RULE_DLSYM, RULE_MUTEX, RULE_NANOSLEEP, RULE_CLOCK_NANOSLEEP, RULE_USLEEP, RULE_YIELD, RULE_EPOLL,
-       RULE_POLL, RULE_SET_DEVICE, RULE_SET_CURRENT, RULES };
+       RULE_POLL, RULE_SET_DEVICE, RULE_SET_CURRENT, RULE_ATTRIBUTES, RULES };
 static struct cx_rule rules[RULES];
 #define ORIGINAL(rule, type) ((type *)atomic_load_explicit(&rules[rule].original, memory_order_relaxed))
 
@@ -355,6 +358,21 @@ static int hook_set_device(int device) { return keep() ? CX_OK : ORIGINAL(RULE_S
 typedef int set_current_call(void *);
 static int hook_set_current(void *c) { return keep() ? CX_OK : ORIGINAL(RULE_SET_CURRENT, set_current_call)(c); }
 
+/* Asked once for each registration, and kept: NIXL 1.4.0 refuses to post memory whose recorded context is NULL (VMM memory,
+ * pools), and 1.1.0 registers it in whatever context there is. The answer is what a cudaSetDevice would make current. */
+typedef int attributes_call(unsigned, const int *, void **, cx_ptr);
+static int hook_attributes(unsigned n, const int *attributes, void **data, cx_ptr p)
+{
+	int r = ORIGINAL(RULE_ATTRIBUTES, attributes_call)(n, attributes, data, p);
+	const struct cx_driver *d;
+	if (r != CX_OK || atomic_load(&cx_off) || !(d = cx_driver()))
+		return r;
+	for (unsigned i = 0; i < n; i++)
+		if (attributes[i] == CX_ATTRIBUTE_CONTEXT && !*(void **)data[i])
+			*(void **)data[i] = cx_owner(d, p);
+	return r;
+}
+
 #define ONE(name, place, f) { .symbol = name, .where = place, .hook = (void *)f, .hook_for = cx_one_hook, .original_of = cx_one_original }
 static struct cx_rule rules[RULES] = {
 	[RULE_CREATE] = { .symbol = "pthread_create", .where = CX_ANYWHERE, .hook_for = create_hook, .original_of = create_original },
@@ -368,6 +386,7 @@ static struct cx_rule rules[RULES] = {
 	[RULE_POLL] = ONE("poll", CX_LATE, hook_poll),
 	[RULE_SET_DEVICE] = ONE("cudaSetDevice", CX_PLUGIN, hook_set_device),
 	[RULE_SET_CURRENT] = ONE("cuCtxSetCurrent", CX_PLUGIN, hook_set_current),
+	[RULE_ATTRIBUTES] = ONE("cuPointerGetAttributes", CX_PLUGIN, hook_attributes),
 };
 
 void cx_threads_init(void)
