@@ -41,7 +41,7 @@ def verify(
         rig = replace(rig, libfabric=folder)
         environ = {"RIG_HMEM": "keep", **environ}
     done = subprocess.run(
-        [sys.executable, "-m", "ctxfix.cli", "verify", *SMALL, "--json", "-", *options],
+        [sys.executable, "-m", "ctxfix", "verify", *SMALL, "--json", "-", *options],
         env=rig.env(nixl, TMPDIR=str(tmp_path), **environ),
         capture_output=True,
         text=True,
@@ -66,7 +66,7 @@ def test_every_rank_and_direction_is_proven(rig: Rig, tmp_path: Path, nixl: str)
         assert (row["stray"], row["peer_stray"], row["failures"], row["compared"]) == ([], [], 0, True)
     # The records say the same to whoever judges them later.
     again = subprocess.run(
-        [sys.executable, "-m", "ctxfix.cli", "report", str(tmp_path / "records")], capture_output=True
+        [sys.executable, "-m", "ctxfix", "report", str(tmp_path / "records")], capture_output=True
     )
     assert again.returncode == 0
 
@@ -134,7 +134,7 @@ def test_one_gpu_is_shared(rig: Rig, tmp_path: Path) -> None:
 
 
 def test_ranks_of_a_launcher_are_judged_by_rank_zero(rig: Rig, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "ctxfix.cli", "verify", *SMALL, "--record", str(tmp_path / "shared")]
+    command = [sys.executable, "-m", "ctxfix", "verify", *SMALL, "--record", str(tmp_path / "shared")]
     running = [
         subprocess.Popen(
             command, env=rig.env("1.1.0", RANK=str(rank), WORLD_SIZE="2"), stdout=subprocess.PIPE, text=True
