@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from array import array
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ctxfix.evidence import contexts, efa, fabric_calls, fabric_log, identity, merge, posts
+from ctxfix.verify.verdict import Path as Path_
+from ctxfix.verify.verdict import judge
 
 SAR = b"libfabric:%d:1796074417::shm:ep_ctrl:smr_do_ipc():723<warn> unable to use IPC for msg, fallback to using SAR\n"
 RANGE = (
@@ -263,3 +268,60 @@ def test_a_truncated_file_still_has_its_counts() -> None:
     files = perfect()
     files["prefill1"].insert(1, {"kind": "truncated", "cap": 1})
     assert all(not process.damage for process in run_of(files).processes)
+
+
+# ---- the recorder ----------------------------------------------------------------------------------------------------
+
+
+def run_python(code: str, **environ: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environ}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_forked_child_has_a_file_of_its_own(tmp_path: Path) -> None:
+    code = """
+import os, sys
+from ctxfix.evidence import recorder
+r = recorder.start(sys.argv[1] if len(sys.argv) > 1 else os.environ["FOLDER"])
+r.observer.agent(object(), "parent", [])
+if os.fork() == 0:
+    r.observer.agent(object(), "child", [])
+    recorder.current().finish()
+    os._exit(0)
+os.wait()
+"""
+    run_python(code, FOLDER=str(tmp_path / "r"))
+    run = merge.read(str(tmp_path / "r"))
+    assert sorted(tuple(process.agents) for process in run.processes) == [("child",), ("parent",)]
+    assert len({process.pid for process in run.processes}) == 2
+
+
+def test_a_folder_that_cannot_be_used_harms_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    code = "from ctxfix.evidence import recorder; assert recorder.start({!r}) is None"
+    run_python(code.format(str(tmp_path / "file")))
+
+
+def test_the_log_is_left_to_whoever_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fabric_log, "_import_reason", None)
+    monkeypatch.setenv("FI_LOG_LEVEL", "warn")
+    assert "FI_LOG_LEVEL" in fabric_log.listen()
+    assert not fabric_log.heard()["known"]
+    monkeypatch.setattr(fabric_log, "_import_reason", None)
+    monkeypatch.delenv("FI_LOG_LEVEL")
+    assert fabric_log.listen()  # no libfabric here, or no extension
+
+
+def test_what_was_heard_convicts() -> None:
+    files = perfect()
+    files["prefill1"][-1]["log"] = {
+        "known": True, "counts": {"sar": 1, "range_failure": 3}, "examples": {"sar": ["shm: fallback to using SAR"]},
+    }  # fmt: skip
+    rows = {row.rank: row for row in judge(run_of(files)).rows}
+    assert rows[1].path is Path_.SAR
+    assert rows[1].failures == 3
+    assert rows[0].path is Path_.CUDA_IPC
+    files["prefill1"][-1]["log"] = {"known": True, "counts": []}
+    assert judge(run_of(files)).code == 1

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What libfabric (1.20 to 2.6), NIXL and UCX say about the path, read from saved logs.
+"""What libfabric (1.20 to 2.6), NIXL and UCX say about the path: from saved logs, or through libfabric's interface for
+it.
 
 Limits: libfabric says nothing at all unless FI_LOG_LEVEL is set, and FI_LOG_PROV=efa hides the lines of shm. It says
 that it falls back to SAR once a process, however often it does; SAR that was chosen from the start is taken silently.
@@ -8,9 +9,10 @@ No line of a release says that CUDA IPC was used. So a log can show that a path 
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,9 +75,50 @@ class Said:
         """Lines that tell of a CUDA call of libfabric's that failed."""
         return sum(self.counts[kind] for kind in kinds)
 
-    def as_record(self) -> dict[str, Any]:
-        """As it is recorded."""
-        return {"counts": dict(self.counts), "examples": self.examples, "providers": dict(self.providers)}
+
+_import_reason: str | None = None
+
+
+def listen() -> str:
+    """Take over the log of the libfabric in this process, if nobody else reads it; why not, or "". Again is cheap."""
+    global _import_reason
+    if _import_reason is None:
+        from ctxfix import native, whole_data
+
+        if os.environ.get("FI_LOG_LEVEL"):
+            _import_reason = (
+                "FI_LOG_LEVEL is set, so libfabric's log is the user's: give the saved log to ctxfix report"
+            )
+        elif not native.available():
+            _import_reason = f"it takes the native extension: {native.reason()}"
+        elif (library := whole_data.loaded_libfabric()) is not None:
+            _import_reason = native.import_log(library)
+        else:
+            return "libfabric is not loaded"
+    return _import_reason
+
+
+def heard() -> dict[str, Any]:
+    """What was said to :func:`listen`, as it is recorded."""
+    if _import_reason != "":
+        return {"known": False, "reason": _import_reason or "libfabric is not loaded"}
+    from ctxfix import native
+
+    counts, examples = {}, {}
+    for kind, (count, lines) in native.log_said().items():
+        if count:
+            counts[kind], examples[kind] = count, [line.rstrip() for line in lines]
+    return {"known": True, "reason": "", "counts": counts, "examples": examples, "providers": {}}
+
+
+def from_record(record: Mapping[str, Any]) -> Said:
+    """What :func:`heard` gave, read back. Raises ValueError, TypeError or AttributeError if it is no such thing."""
+    said = Said()
+    if record.get("known"):
+        for kind, count in record["counts"].items():
+            said.counts[str(kind)] = int(count)
+            said.examples[str(kind)] = [str(line) for line in record["examples"].get(kind, [])][:_KEPT]
+    return said
 
 
 def parse(lines: Iterable[bytes | str]) -> dict[int | None, Said]:

@@ -69,6 +69,7 @@ class Process:
     calls_ever: Calls | None = None
     calls_reason: str = "no counts were recorded"
     said: Said = field(default_factory=Said)
+    heard: Said = field(default_factory=Said)
     checks: list[Check] = field(default_factory=list)
     limits: dict[int, float] = field(default_factory=dict)
     active: list[int] | None = None  # devices with a primary context; None: unknown
@@ -146,6 +147,7 @@ def process_of(file: records.File) -> Process:
         process.damage.append(
             "its header is missing" if not headers else f"it has {headers} headers: files were joined"
         )
+    process.said.add(process.heard)
     last, before = snapshots.get("snapshot"), snapshots.get("baseline")
     if last is None:
         process.damage.append("it recorded no counts: it was killed within its first second, or its disk was full")
@@ -173,6 +175,7 @@ def _latest(process: Process, record: dict[str, Any]) -> None:
     process.identity = Identity(**record["identity"])
     process.agents = {str(name): [str(b) for b in about["backends"]] for name, about in record["agents"].items()}
     process.native = dict(record.get("native") or {})
+    process.heard = fabric_log.from_record(record.get("log") or {})
     process.counters = {str(name): int(value) for name, value in (record.get("counters") or {}).items()}
     process.final = bool(record.get("final"))
     if record["kind"] == "baseline":

@@ -21,7 +21,7 @@ from typing import Any
 
 from ctxfix import counters, guard, settings
 from ctxfix.errors import EvidenceError
-from ctxfix.evidence import contexts, efa, fabric_calls, identity, posts, records
+from ctxfix.evidence import contexts, efa, fabric_calls, fabric_log, identity, posts, records
 
 _INTERVAL = 1.0  # seconds between looks at the counts
 _MANY = 600  # after so many snapshots one in ten is enough
@@ -86,6 +86,7 @@ class Recorder:
             "calls_reason": why,
             "counters": counters.snapshot(),
             "native": _native_state(),
+            "log": fabric_log.heard(),
         }
 
     def baseline(self) -> None:
@@ -200,6 +201,7 @@ def count_calls() -> None:
     from ctxfix.native import agents
 
     agents.install()
+    fabric_log.listen()
 
 
 def _after_fork() -> None:

@@ -36,7 +36,9 @@ __all__ = [
     "disarm",
     "group_info",
     "hold",
+    "import_log",
     "install",
+    "log_said",
     "new_group",
     "observe",
     "reason",
@@ -238,6 +240,23 @@ def observe(on: bool) -> bool:
     """
     before: bool = _native_module().observe(on)
     return before
+
+
+def import_log(path: str) -> str:
+    """Take over the log of the loaded libfabric at ``path``, which is silent from then on; why not, or "".
+
+    libfabric knows one importer and no way back. Lines are sorted and counted without Python's lock.
+    """
+    error: int = _native_module().log_import(path)
+    if error == 1:
+        return f"{path} has no interface for its log (1.16 and newer have)"
+    return f"{path} did not give its log: error {error}" if error else ""
+
+
+def log_said() -> dict[str, tuple[int, list[str]]]:
+    """What libfabric said since :func:`import_log`: by kind (as in fabric_log), how often, and the first lines."""
+    said: dict[str, tuple[int, list[str]]] = _native_module().log_said()
+    return said
 
 
 def counters() -> Counters:

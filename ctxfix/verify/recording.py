@@ -51,6 +51,7 @@ class Recording:
             {"name": row.name, "path": row.path.value, "good": row.good, "bytes": row.bytes, "posts": row.posts,
              "failures": row.failures, "mean_ms": row.mean_ms}
             for row in judgement.rows
+            if row.posts or ranks is not None
         ]  # fmt: skip
 
     # ---- assertions --------------------------------------------------------------------------------------------------

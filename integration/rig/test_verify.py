@@ -26,19 +26,22 @@ def rig() -> Rig:
     return Rig.prepare()
 
 
+def with_cuda(rig: Rig, tmp_path: Path) -> Rig:
+    """The rig with the libfabric that speaks CUDA, and the name by which that looks for the runtime."""
+    folder = tmp_path / "libfabric"
+    folder.mkdir(exist_ok=True)
+    for name, target in (("libfabric.so.1", BUILT), ("libcudart.so", rig.libraries / "libcudart.so.12")):
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(target)
+    return replace(rig, libfabric=folder)
+
+
 def verify(
     rig: Rig, tmp_path: Path, nixl: str, *options: str, cuda: bool = True, **environ: str
 ) -> tuple[int, Any, str]:
     """Run it; the exit code, what it wrote as JSON, and stderr."""
     if cuda:
-        folder = tmp_path / "libfabric"
-        folder.mkdir(exist_ok=True)
-        for name, target in (
-            ("libfabric.so.1", BUILT),
-            ("libcudart.so", rig.libraries / "libcudart.so.12"),
-        ):
-            (folder / name).symlink_to(target)
-        rig = replace(rig, libfabric=folder)
+        rig = with_cuda(rig, tmp_path)
         environ = {"RIG_HMEM": "keep", **environ}
     done = subprocess.run(
         [sys.executable, "-m", "ctxfix", "verify", *SMALL, "--json", "-", *options],
@@ -65,9 +68,7 @@ def test_every_rank_and_direction_is_proven(rig: Rig, tmp_path: Path, nixl: str)
         assert row["contexts"] == {"right": 3}
         assert (row["stray"], row["peer_stray"], row["failures"], row["compared"]) == ([], [], 0, True)
     # The records say the same to whoever judges them later.
-    again = subprocess.run(
-        [sys.executable, "-m", "ctxfix", "report", str(tmp_path / "records")], capture_output=True
-    )
+    again = subprocess.run([sys.executable, "-m", "ctxfix", "report", str(tmp_path / "records")], capture_output=True)
     assert again.returncode == 0
 
 
@@ -145,3 +146,35 @@ def test_ranks_of_a_launcher_are_judged_by_rank_zero(rig: Rig, tmp_path: Path) -
     assert [process.returncode for process in running] == [1, 0]  # this libfabric counts nothing
     assert out[0].count("UNPROVEN") >= 4
     assert "rank 0 judges" in out[1]
+
+
+@needs_cuda_libfabric
+def test_the_project_to_copy(rig: Rig, tmp_path: Path) -> None:
+    """integration/downstream, as its user would run it."""
+    downstream = Path(__file__).parents[1] / "downstream"
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-c", "/dev/null", str(downstream)]
+    options = {"capture_output": True, "text": True, "timeout": 120, "cwd": tmp_path}
+    env = with_cuda(rig, tmp_path).env("1.1.0", RIG_HMEM="keep")
+    skipped = subprocess.run(command, env=env, **options)
+    assert "2 skipped" in skipped.stdout or "2 passed" in skipped.stdout
+    done = subprocess.run([*command, "--ctxfix-require-gpu"], env=env, **options)
+    assert done.returncode == 0, done.stdout
+    assert "rank 1 → rank 1  CUDA_IPC" in done.stdout
+    without = subprocess.run([*command, "--ctxfix-require-gpu"], env={**env, "CTXFIX_DISABLE": "1"}, **options)
+    assert without.returncode == 1
+
+
+@needs_cuda_libfabric
+def test_libfabric_is_heard_without_its_log(rig: Rig, tmp_path: Path) -> None:
+    """VMM memory has no IPC handle: libfabric says so to nobody, since FI_LOG_LEVEL is unset, and to us."""
+    program = str(Path(__file__).with_name("transfer.py"))
+    env = with_cuda(rig, tmp_path).env(
+        "1.1.0", RIG_HMEM="keep", CTXFIX_RECORD=str(tmp_path / "records"), CTXFIX_LOG="off"
+    )
+    done = subprocess.run([sys.executable, program, "vmm"], env=env, capture_output=True, text=True, timeout=60)
+    assert "fallback to using SAR" not in done.stdout + done.stderr
+    report = [sys.executable, "-m", "ctxfix", "report", str(tmp_path / "records"), "--json", "-", "--ranks", "1"]
+    verdict = json.loads(subprocess.run(report, capture_output=True, text=True).stdout)
+    (row,) = [row for row in verdict["rows"] if row["posts"]]
+    assert row["path"] == "SAR"
+    assert "fallback to using SAR" in row["reasons"][0]
