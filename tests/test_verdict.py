@@ -334,3 +334,20 @@ def test_no_junk_is_a_traceback(data: st.DataObject) -> None:
     )
     record[key] = data.draw(junk) if key != "kind" else data.draw(st.text(max_size=9))
     judge(run_of(files))
+
+
+def test_host_memory_beside_the_kv_cache_is_no_matter() -> None:
+    files = perfect()
+    row = {**counts(files, "prefill1")["posts"][0], "device": -1, "bytes": 7, "contexts": {"host": 1}}
+    counts(files, "prefill1")["posts"].append(row)
+    judgement = judge(run_of(files))
+    assert judgement.code == 0
+    assert len(judgement.rows) == 2
+
+
+def test_gpu_memory_of_unknown_owner_is_still_gpu_memory() -> None:
+    files = perfect()
+    counts(files, "prefill1")["posts"][0]["device"] = -2
+    assert judge(run_of(files)).code == 0
+    without_copies(files)
+    assert judge(run_of(files)).code == 1

@@ -23,7 +23,7 @@ LOG_SUFFIX = ".log"
 
 @dataclass
 class Posted:
-    """What one agent posted to another, by operation and device (-1: host memory)."""
+    """What one agent posted to another, by operation and device (see posts.HOST, UNKNOWN)."""
 
     agent: str
     remote: str

@@ -21,6 +21,8 @@ from ctxfix import affinity, driver
 from ctxfix.patches import descriptors
 
 Method = Callable[..., Any]
+#: Devices that are none: host memory, and GPU memory (so NIXL was told) whose owner the driver does not name.
+HOST, UNKNOWN = -1, -2
 #: Bytes that one descriptor takes in NIXL's own serialisation: address, length, device id.
 _SERIALIZED = 24
 
@@ -41,7 +43,7 @@ class Totals:
 
 
 class _Handle(NamedTuple):
-    key: tuple[str, str, str, int]  # local agent, remote agent, operation, device (-1: host memory)
+    key: tuple[str, str, str, int]  # local agent, remote agent, operation, device (or HOST, UNKNOWN)
     descriptors: int
     bytes: int
     address: int
@@ -61,6 +63,7 @@ class Observer:
         self._names: dict[int, str] = {}
         self.totals: dict[tuple[str, str, str, int], Totals] = {}
         self.agents: dict[str, dict[str, Any]] = {}
+        self.vram: Any = None  # NIXL's VRAM_SEG
         self.libraries_came: Callable[[], object] = lambda: None
         self.unknown_posts = 0
         self.problems: dict[str, int] = {}
@@ -81,7 +84,7 @@ class Observer:
 
     def devices(self) -> set[int]:
         """The devices of which memory was registered, up to now."""
-        return {int(device) for about in list(self.agents.values()) for device in about["registered"]} - {-1}
+        return {int(device) for about in list(self.agents.values()) for device in about["registered"]} - {HOST, UNKNOWN}
 
     # ---- what is seen ------------------------------------------------------------------------------------------------
 
@@ -102,29 +105,31 @@ class Observer:
     def registered(self, agent: Any, descs: Any) -> None:
         """Memory was registered."""
         driver.attach()
-        count, size, first = measure(descs)
-        device = _device_at(first)
+        _, size, first = measure(descs)
+        device = self._device(first, descs, None)
         about = self.agents.setdefault(self._name(agent), {"backends": [], "registered": {}})
         registered = about["registered"]
         registered[str(device)] = registered.get(str(device), 0) + size
 
-    def prepared(self, handle: int, descs: Any) -> None:
+    def prepared(self, handle: int, descs: Any, mem_type: Any = None) -> None:
         """A list was prepared, whose elements transfers will select."""
         self._lengths[handle] = lengths(descs)
         _, _, first = measure(descs)
-        self._prepared[handle] = first, _device_at(first)
+        self._prepared[handle] = first, self._device(first, descs, mem_type)
 
     def selected(self, agent: Any, handle: int, operation: str, side: int, indices: Any, remote: str) -> None:
         """A transfer was made of elements of a prepared list."""
         known = self._lengths.get(side)
-        first, device = self._prepared.get(side, (0, -1))
+        first, device = self._prepared.get(side, (0, UNKNOWN))
         size = sum(map(known.__getitem__, indices)) if known is not None else 0
         self._handles[handle] = _Handle((self._name(agent), remote, operation, device), len(indices), size, first)
 
     def made(self, agent: Any, handle: int, operation: str, descs: Any, remote: str) -> None:
         """A transfer was made of a list of descriptors."""
         count, size, first = measure(descs)
-        self._handles[handle] = _Handle((self._name(agent), remote, operation, _device_at(first)), count, size, first)
+        self._handles[handle] = _Handle(
+            (self._name(agent), remote, operation, self._device(first, descs, None)), count, size, first
+        )
 
     def forget(self, handle: int) -> None:
         """A handle is about to be released; NIXL may use its integer again at once."""
@@ -196,21 +201,28 @@ class Observer:
         key = f"{where}: {type(error).__name__}: {error}"[:200]
         self.problems[key] = self.problems.get(key, 0) + 1
 
+    def _device(self, address: int, descs: Any, mem_type: Any) -> int:
+        owner = affinity.owner_at(address) if address else None
+        if owner is not None:
+            return owner.device
+        on_gpu = self.vram is not None and len_of(descs) and descriptors.is_gpu(descs, mem_type, self.vram)
+        return UNKNOWN if on_gpu else HOST
+
     def _name(self, agent: Any) -> str:
         return self._names.get(id(agent)) or str(getattr(agent, "name", "") or "?")
 
 
-def _device_at(address: int) -> int:
-    owner = affinity.owner_at(address) if address else None
-    return owner.device if owner is not None else -1
-
-
 def _verdict(handle: _Handle, context: int) -> str:
-    """What NIXL finds current for memory of ``handle``: right, wrong, none, host."""
+    """What NIXL finds current for memory of ``handle``: right, wrong, none, host, unknown."""
     owner = affinity.owner_at(handle.address) if handle.address else None
     if owner is None:
-        return "host"
+        return "host" if handle.key[3] == HOST else "unknown"
     return "right" if context == owner.context else "wrong" if context else "none"
+
+
+def len_of(descs: Any) -> int:
+    """How many descriptors a list of any form has."""
+    return int(descs.descCount()) if hasattr(descs, "descCount") else 1 if hasattr(descs, "data_ptr") else len(descs)
 
 
 def measure(descs: Any) -> tuple[int, int, int]:
@@ -286,9 +298,11 @@ def _methods(observer: Observer) -> dict[str, Callable[[Method], Method]]:
         if result is not None:
             observer.registered(agent, result)
 
-    def prepared(result: Any, agent: Any, agent_name: str, xfer_list: Any, *_: Any, **__: Any) -> None:
+    def prepared(
+        result: Any, agent: Any, agent_name: str, xfer_list: Any, mem_type: Any = None, *_: Any, **__: Any
+    ) -> None:
         if agent_name in ("", "NIXL_INIT_AGENT"):
-            observer.prepared(result._handle, xfer_list)
+            observer.prepared(result._handle, xfer_list, mem_type)
         else:
             remotes[result._handle] = agent_name
 
@@ -354,6 +368,7 @@ def watch(module: ModuleType, observer: Observer) -> None:
     if module.__name__ in _watched:
         return
     driver.attach()
+    observer.vram = getattr(getattr(module, "nixlBind", None), "VRAM_SEG", None)
     done = _watched.setdefault(module.__name__, [])
     hooks = [(module.nixl_agent, name, make) for name, make in _methods(observer).items()]
 

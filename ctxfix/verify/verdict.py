@@ -17,6 +17,7 @@ from typing import Any
 from ctxfix.evidence import efa, fabric_log
 from ctxfix.evidence.fabric_calls import Calls
 from ctxfix.evidence.merge import Check, Posted, Process, Run
+from ctxfix.evidence.posts import HOST
 
 #: How much more than the payload a network device may have counted: headers, handshakes, notifications.
 _NIC_OVERHEAD = 0.01
@@ -104,7 +105,7 @@ class _Direction:
 
     @property
     def on_gpu(self) -> bool:
-        return all(row.device >= 0 for row in self.posted)
+        return all(row.device != HOST for row in self.posted)
 
 
 def judge(run: Run, ranks: int | None = None, compared: bool = True) -> Judgement:
@@ -161,9 +162,11 @@ def _directions(run: Run, problems: list[str]) -> list[_Direction]:
         for row in process.posted:
             owners = homes.get(row.remote, [])
             peer = owners[0] if len(owners) == 1 else None
-            key = (process.file, peer.file if peer else f"agent {row.remote}", row.operation, row.device >= 0)
+            key = (process.file, peer.file if peer else f"agent {row.remote}", row.operation, row.device != HOST)
             found.setdefault(key, _Direction(process, peer, row.operation)).posted.append(row)
-    return list(found.values())
+    # Servers send some host memory beside the KV cache. It is none of our business, unless there is nothing else.
+    from_gpu = {key[0] for key in found if key[3]}
+    return [direction for key, direction in found.items() if key[3] or key[0] not in from_gpu]
 
 
 def _claimed_twice(rows: list[Row], directions: list[_Direction]) -> None:
@@ -252,7 +255,7 @@ def _row(direction: _Direction, all_directions: list[_Direction], run: Run, comp
         reasons=[],
         host=poster.host,
         pid=poster.pid,
-        device=devices.pop() if len(devices) == 1 else None,
+        device=next(iter(devices)) if len(devices) == 1 and min(devices) >= 0 else None,
         bytes=direction.bytes,
         posts=sum(posted.posts for posted in direction.posted),
         descriptors=direction.descriptors,
