@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import wrapt
 
-from ctxfix import affinity, counters, driver, guard, settings, whole_data
+from ctxfix import affinity, counters, driver, footprint, guard, settings, whole_data
 from ctxfix.driver import Owner
 from ctxfix.errors import DriverError, PatchError
 from ctxfix.native import agents
@@ -470,11 +470,15 @@ def _releasing(where: str, known: dict[int, Any], context_of: Callable[[int], in
         with _Held(where, lambda: context_of(key)):
             memory = _UNKNOWN if handle._released else known.pop(key, _UNKNOWN)
             try:
-                return wrapped(*args, **kwargs)
+                result = wrapped(*args, **kwargs)
             except BaseException:
                 if memory is not _UNKNOWN:  # still active: NIXL keeps the handle
                     known[key] = memory
                 raise
+        with _Noting(where):
+            if isinstance(memory, _Memory):  # a transfer of GPU memory is through: what did it leave behind?
+                footprint.check()
+        return result
 
     return release
 
