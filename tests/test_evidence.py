@@ -311,7 +311,9 @@ def test_the_log_is_left_to_whoever_reads_it(monkeypatch: pytest.MonkeyPatch) ->
     assert not fabric_log.heard()["known"]
     monkeypatch.setattr(fabric_log, "_import_reason", None)
     monkeypatch.delenv("FI_LOG_LEVEL")
+    monkeypatch.setattr("ctxfix.whole_data.loaded_libfabric", lambda: None)
     assert fabric_log.listen()  # no libfabric here, or no extension
+    assert not fabric_log.heard()["known"]
 
 
 def test_what_was_heard_convicts() -> None:
