@@ -118,7 +118,6 @@ def a_byte_too_few(files: Files) -> None:
 
 def a_handle_too_many(files: Files) -> None:
     kinds(files, "prefill1")["get_handle"]["calls"] += 1
-    kinds(files, "decode1")["copy_dtod"]["calls"] += 1
 
 
 def unfinished(files: Files) -> None:

@@ -28,7 +28,7 @@ from ctxfix.cli import show
 from ctxfix.errors import CtxfixError, EvidenceError, VerifyError
 from ctxfix.evidence import efa, identity, merge, records
 from ctxfix.verify import gpu, shapes
-from ctxfix.verify.verdict import Judgement, Row, judge
+from ctxfix.verify.verdict import Judgement, judge
 
 _MODULES = ("nixl_cu13", "nixl_cu12")
 _TRANSFER_TIMEOUT = 30.0  # seconds, for one transfer
@@ -156,17 +156,23 @@ def _carry_out(options: argparse.Namespace, plan: Plan, folder: str) -> int:
             "--loopback LIB shows it libfabric's shm instead (integration/rig).")  # fmt: skip
     modes = [True, False] if options.compare else [bool(options.without)]
     judgements: dict[bool, Judgement] = {}
+    sizes = {shape.name: shape.bytes for shape in shapes.all_of(plan.size, plan.tokens)}
     for disabled in modes:
         inner = folder
         if len(modes) > 1:
             inner = os.path.join(folder, "without" if disabled else "with")
             os.makedirs(inner, mode=0o700, exist_ok=True)
-        problems = run_once(plan, inner, disabled, quiet)
+        times: Times = {}
+        problems = run_once(plan, inner, disabled, quiet, times)
         if 0 not in plan.ranks:
             if problems:
                 raise VerifyError("; ".join(problems))
             continue
         judgements[disabled] = _judge(plan, inner, problems)
+        judgements[disabled].times = [
+            {"direction": direction, "shape": shape, "bytes": sizes[shape], "ms": [round(s * 1e3, 3) for s in seconds]}
+            for (direction, shape), seconds in sorted(times.items())
+        ]
     if not judgements:
         say(f"rank {plan.ranks[0]} is done; rank 0 judges")
         return 0
@@ -206,8 +212,12 @@ def _judge(plan: Plan, folder: str, problems: list[str]) -> Judgement:
 # ---- one run ---------------------------------------------------------------------------------------------------------
 
 
-def run_once(plan: Plan, folder: str, disabled: bool, quiet: bool) -> list[str]:
-    """Run the whole workload, all ranks at once; what went wrong."""
+#: (direction, shape) -> seconds of each transfer, from its post until NIXL said DONE.
+Times = dict[tuple[str, str], list[float]]
+
+
+def run_once(plan: Plan, folder: str, disabled: bool, quiet: bool, times: Times) -> list[str]:
+    """Run the whole workload, all ranks at once, and fill ``times``; what went wrong."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -223,7 +233,7 @@ def run_once(plan: Plan, folder: str, disabled: bool, quiet: bool) -> list[str]:
 
             def work(rank: int = rank, task: Any = task) -> None:
                 try:
-                    _run_pair(plan, rank, folder, disabled, forms, lambda: progress.advance(task))
+                    _run_pair(plan, rank, folder, disabled, forms, times, lambda: progress.advance(task))
                 except (CtxfixError, OSError) as error:
                     problems.append(f"rank {rank}: {error}")
 
@@ -236,7 +246,13 @@ def run_once(plan: Plan, folder: str, disabled: bool, quiet: bool) -> list[str]:
 
 
 def _run_pair(
-    plan: Plan, rank: int, folder: str, disabled: bool, forms: list[shapes.Shape], advance: Callable[[], object]
+    plan: Plan,
+    rank: int,
+    folder: str,
+    disabled: bool,
+    forms: list[shapes.Shape],
+    times: Times,
+    advance: Callable[[], object],
 ) -> None:
     deadline = time.monotonic() + plan.timeout
     with contextlib.ExitStack() as stack:
@@ -258,6 +274,8 @@ def _run_pair(
                     sender.order("send", shape=form.name, transfer=number, timeout=_TRANSFER_TIMEOUT)
                     sent, received = sender.answer(), receiver.answer()
                     advance()
+                    direction = f"{sender.role} rank {rank} → {receiver.role} rank {rank}"
+                    times.setdefault((direction, form.name), []).append(sent["seconds"])
                     if sent["state"] != "DONE" or received["state"] != "DONE":
                         for end in (prefill, decode):
                             with contextlib.suppress(VerifyError):
@@ -405,38 +423,35 @@ def _print(judgement: Judgement, title: str) -> None:
 
 
 def _print_comparison(without: Judgement, with_ctxfix: Judgement) -> None:
+    """The best time of each direction and shape, without and with."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, title="what ctxfix changes", title_justify="left", pad_edge=False)
-    for head in (
-        "direction",
-        "path without",
-        "path with",
-        "time without",
-        "time with",
-        "faster",
-        "wrong or stale without",
-    ):
-        table.add_column(head, justify="left" if head.startswith(("dir", "path")) else "right")
-    before = {row.name: row for row in without.rows}
-    for row in with_ctxfix.rows:
-        old = before.get(row.name)
-        table.add_row(
-            row.name,
-            Text(old.path.value if old else "–", "green" if old and old.good else "red"),
-            Text(row.path.value, "green" if row.good else "red"),
-            _ms(old),
-            _ms(row),
-            f"{old.mean_ms / row.mean_ms:.1f}×" if old and old.mean_ms and row.mean_ms else "–",
-            str(sum(any(word in reason for word in ("WRONG", "before their")) for reason in old.reasons))
-            if old
-            else "–",
+    from ctxfix.verify.report import size
+
+    table = Table(box=box.SIMPLE_HEAD, title="what ctxfix changes (best times)", title_justify="left", pad_edge=False)
+    for head in ("direction", "path without", "path with", "what", "bytes", "without", "with", "faster"):
+        table.add_column(
+            head, justify="left" if head in ("direction", "path without", "path with", "what") else "right"
         )
+    before = {(row["direction"], row["shape"]): min(row["ms"]) for row in without.times}
+    paths = [{row.name: row for row in judgement.rows} for judgement in (without, with_ctxfix)]
+    last = ""
+    for entry in with_ctxfix.times:
+        name, shape, new = entry["direction"], entry["shape"], min(entry["ms"])
+        old = before.get((name, shape))
+        rows = [found.get(name) for found in paths] if name != last else [None, None]
+        cells = [Text(row.path.value, "green" if row.good else "red") if row else Text("") for row in rows]
+        table.add_row(
+            name if name != last else "",
+            *cells,
+            shape,
+            size(entry["bytes"]),
+            f"{old:.2f} ms" if old is not None else "–",
+            f"{new:.2f} ms",
+            f"{old / new:.1f}×" if old is not None and new else "–",
+        )
+        last = name
     Console(width=None if sys.stdout.isatty() else 160).print(table)
-
-
-def _ms(row: Row | None) -> str:
-    return f"{row.mean_ms:.2f} ms" if row and row.mean_ms is not None else "–"

@@ -86,6 +86,8 @@ class Judgement:
     problems: list[str]
     code: int
     reason: str
+    #: Of a verification: for each direction and shape the time of every transfer, from its post until NIXL said DONE.
+    times: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass
@@ -460,12 +462,8 @@ def _ipc(direction: _Direction, all_directions: list[_Direction]) -> tuple[Path,
     if against:
         return Path.UNPROVEN, against
     handles = {key: p.calls.handles for key, p in posters.items() if p.calls}
-    for key, poster in posters.items():
-        sent = sum(d.descriptors for d in group if d.poster is poster)
-        if not handles[key]:
-            against.append(f"{poster.file}: no IPC handle was made")
-        elif handles[key] > sent:
-            against.append(f"{poster.file}: {handles[key]} handles were made for {sent} descriptors")
+    # Not as many as descriptors: NIXL joins neighbouring ones (1.4.0), and stripes large ones over several EFA devices.
+    against += [f"{poster.file}: no IPC handle was made" for key, poster in posters.items() if not handles[key]]
     copies = sum(p.calls.copies for p in peers.values() if p.calls)
     for peer in peers.values():
         expected = sum(d.bytes for d in group if d.peer is peer)
@@ -565,7 +563,13 @@ def as_json(judgement: Judgement) -> dict[str, Any]:
         }
         for row in judgement.rows
     ]
-    return {"code": judgement.code, "reason": judgement.reason, "rows": rows, "problems": judgement.problems}
+    return {
+        "code": judgement.code,
+        "reason": judgement.reason,
+        "rows": rows,
+        "problems": judgement.problems,
+        "times": judgement.times,
+    }
 
 
 def _called(role: str, rank: int | None) -> str:

@@ -73,6 +73,13 @@ def test_every_rank_and_direction_is_proven(rig: Rig, tmp_path: Path, nixl: str)
 
 
 @needs_cuda_libfabric
+def test_several_efa_devices(rig: Rig, tmp_path: Path) -> None:
+    """NIXL stripes large descriptors over the devices: more handles than descriptors, and the counts still agree."""
+    code, judgement, _ = verify(rig, tmp_path, "1.4.0", "--size", "8000000", RIG_EFAS="4")
+    assert code == 0, judgement
+
+
+@needs_cuda_libfabric
 def test_without_ctxfix_rank_1_falls_back(rig: Rig, tmp_path: Path) -> None:
     """What the project is about: rank 0 by CUDA IPC, rank 1 by SAR. Decode's GPUs are 2 and 3, so it sends by SAR
     too."""
