@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib import import_module
 from types import ModuleType, TracebackType
 from typing import Any, NamedTuple
 
 import wrapt
 
-from ctxfix import affinity, counters, driver, footprint, guard, whole_data
+from ctxfix import affinity, counters, driver, footprint, guard, settings, whole_data
 from ctxfix.driver import Owner
 from ctxfix.errors import DriverError, PatchError
 from ctxfix.native import agents
@@ -536,6 +538,9 @@ def apply(module: ModuleType) -> None:
         return
     driver.attach()
     agents.install()
+    if settings.current().record is not None or "ctxfix.evidence.recorder" in sys.modules:
+        # Under our own hooks, so that what is recorded is what NIXL finds.
+        import_module("ctxfix.evidence.recorder").attach(module)
     hooks: list[tuple[type, str, Callable[[Hook], Hook]]] = [
         (agent, name, functools.partial(_wrapt, hook)) for name, hook in _set_up_hooks(vram).items()
     ]
@@ -588,6 +593,8 @@ def remove() -> None:
             else:
                 stuck.append(f"{name}.{patch.owner.__name__}.{patch.name}")
         del _applied[name]
+        if "ctxfix.evidence.posts" in sys.modules:
+            sys.modules["ctxfix.evidence.posts"].unwatch(name)
     _transfers.clear()
     _prepared.clear()
     if stuck:
