@@ -402,7 +402,7 @@ def libfabric(around: Surroundings) -> Iterator[Finding]:
         yield Finding("libfabric", BAD, named, "NIXL needs 1.20 or newer", "install the EFA installer's libfabric")
     elif not first.cuda:
         yield Finding("libfabric", BAD, named, "it has no CUDA support: GPU memory cannot be registered, or is copied "
-                      "by the host", "a libfabric with CUDA support")  # fmt: skip
+                      "by the host", "use a libfabric with CUDA support, such as the EFA installer's")  # fmt: skip
     elif first.version and first.version <= (2, 6):
         yield Finding(
             "libfabric",
