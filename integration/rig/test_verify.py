@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ctxfix verify` on the rig: real NIXL, and where there is one a real libfabric that does CUDA IPC on the fake driver."""
+"""`ctxfix verify` on the rig: real NIXL, and where there is one a real libfabric that does IPC on the fake driver."""
 
 from __future__ import annotations
 
