@@ -274,6 +274,10 @@ def _row(direction: _Direction, all_directions: list[_Direction], run: Run, comp
     if limit and total > 0 and row.bytes:
         row.share = row.bytes / (total / 1e9) / limit
     row.path, row.reasons = _path(direction, all_directions, run)
+    for process in filter(None, (poster, peer)):
+        if process.stray and process.memory:
+            held = ", ".join(f"{size >> 20} MiB of {gpu}" for gpu, size in sorted(process.memory.items()))
+            row.notes.append(f"{process.file} (pid {process.pid}) holds {held}, says NVML")
     checks = _checks(direction)
     if checks is None:
         if compared and row.path in GOOD:
