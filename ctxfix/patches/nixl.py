@@ -9,6 +9,7 @@ are plain functions, because a wrapt call costs 0.6 to 0.8 µs, more than everyt
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -172,7 +173,9 @@ def _enter(memory: _Memory) -> int | None:
 
 
 def _enter_poll_of_transfer(agent: Any, handle: Any, *_: Any, **__: Any) -> int | None:
-    memory = _transfers.get(handle._handle)
+    memory = _transfers.get(handle._handle, _UNKNOWN)
+    if memory is _UNKNOWN:
+        return _enter_poll(agent)
     return _enter(memory) if memory is not None else None
 
 
@@ -599,6 +602,18 @@ def remove() -> None:
             f"somebody wrapped {', '.join(stuck)} after ctxfix, so it cannot be taken out from under: remove the other "
             "wrapper first. Everything else is undone"
         )
+
+
+def _after_fork() -> None:
+    # The parent's GPU memory is not the child's: nothing that was learnt about it holds.
+    global _nixl_switches
+    _transfers.clear()
+    _prepared.clear()
+    _watched.clear()
+    _nixl_switches = False
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def status() -> dict[str, dict[str, list[str]]]:
