@@ -350,3 +350,47 @@ def test_gpu_memory_of_unknown_owner_is_still_gpu_memory() -> None:
     assert judge(run_of(files)).code == 0
     without_copies(files)
     assert judge(run_of(files)).code == 1
+
+
+def many_to_one() -> Files:
+    """Four prefill ranks, two of them to each decode rank."""
+    files = perfect(4)
+    for rank in (2, 3):
+        del files[f"decode{rank}"]
+        counts(files, f"prefill{rank}")["posts"][0]["remote"] = f"decode{rank - 2}"
+        files[f"decode{rank - 2}"].insert(1, {**files[f"decode{rank - 2}"][1], "sender": f"prefill{rank}"})
+        copies = kinds(files, f"decode{rank - 2}")["copy_dtod"]
+        copies["calls"], copies["bytes"] = 2 * copies["calls"], 2 * copies["bytes"]
+    for rank in (0, 1):
+        counts(files, f"decode{rank}")["identity"]["world"] = 2
+    return files
+
+
+def test_several_ranks_to_one() -> None:
+    judgement = judge(run_of(many_to_one()))
+    assert judgement.code == 0, judgement
+    assert [row.rank for row in judgement.rows] == [0, 1, 2, 3]
+
+
+def test_one_rank_cannot_stand_in_for_another() -> None:
+    """Both ranks copy into one process: what one copies too much does not make up for what the other lacks."""
+    files = many_to_one()
+    kinds(files, "prefill0")["get_handle"]["calls"] += N
+    kinds(files, "prefill2").clear()
+    paths = {row.rank: row.path for row in judge(run_of(files)).rows}
+    assert paths == {0: Path.UNPROVEN, 1: Path.CUDA_IPC, 2: Path.UNPROVEN, 3: Path.CUDA_IPC}
+    files = many_to_one()
+    through = calls(2, get_handle=N, copy_dtoh=(5, 1000))
+    counts(files, "prefill2")["calls"] = through
+    paths = {row.rank: row.path for row in judge(run_of(files)).rows}
+    assert (paths[2], paths[0]) == (Path.SAR, Path.UNPROVEN)
+
+
+def test_a_stray_context_is_named_with_its_memory() -> None:
+    files = perfect()
+    contexts = counts(files, "prefill1")["contexts"]
+    contexts["active"], contexts["nvml"] = [0, 1], {"known": True, "used": {"GPU-a": 524 << 20}}
+    row = next(row for row in judge(run_of(files)).rows if row.rank == 1)
+    assert (row.path, row.stray) == (Path.CUDA_IPC, [0])
+    assert "524 MiB of GPU-a" in row.notes[0]
+    assert "A context is on a GPU" in row.advice[0]

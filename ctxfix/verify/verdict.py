@@ -125,7 +125,8 @@ def judge(run: Run, ranks: int | None = None, compared: bool = True) -> Judgemen
         reason = f"{seen} processes recorded, and none of them posted a transfer through NIXL's Python API"
         problems += [f"{process.file}: {why}" for process in run.processes for why in process.damage]
         return Judgement([], problems, 2, reason)
-    rows = [_row(direction, directions, run, compared) for direction in directions]
+    related = _Related(directions)
+    rows = [_row(direction, related, compared) for direction in directions]
     _claimed_twice(rows, directions)
     rows += _missing(rows, run, ranks)
     _unranked(rows, directions, ranks)
@@ -237,7 +238,7 @@ def _doubt(row: Row, why: str) -> None:
 # ---- one direction ---------------------------------------------------------------------------------------------------
 
 
-def _row(direction: _Direction, all_directions: list[_Direction], run: Run, compared: bool) -> Row:
+def _row(direction: _Direction, related: _Related, compared: bool) -> Row:
     poster, peer = direction.poster, direction.peer
     contexts: Counter[str] = Counter()
     for posted in direction.posted:
@@ -273,7 +274,11 @@ def _row(direction: _Direction, all_directions: list[_Direction], run: Run, comp
     )
     if limit and total > 0 and row.bytes:
         row.share = row.bytes / (total / 1e9) / limit
-    row.path, row.reasons = _path(direction, all_directions, run)
+    row.path, row.reasons = _path(direction, related)
+    for process in filter(None, (poster, peer)):
+        if process.stray and process.memory:
+            held = ", ".join(f"{size >> 20} MiB of {gpu}" for gpu, size in sorted(process.memory.items()))
+            row.notes.append(f"{process.file} (pid {process.pid}) holds {held}, says NVML")
     checks = _checks(direction)
     if checks is None:
         if compared and row.path in GOOD:
@@ -325,7 +330,7 @@ def _wrong(checks: Check, direction: _Direction, posts: int) -> list[str]:
     return result
 
 
-def _path(direction: _Direction, all_directions: list[_Direction], run: Run) -> tuple[Path, list[str]]:
+def _path(direction: _Direction, related: _Related) -> tuple[Path, list[str]]:
     """The path by what was counted; the first witness that knows decides."""
     poster, peer = direction.poster, direction.peer
     sar = _sar(poster, peer)
@@ -345,10 +350,10 @@ def _path(direction: _Direction, all_directions: list[_Direction], run: Run) -> 
         return Path.OTHER, [
             f"backend {', '.join(sorted(backends))}: its copies are counted by none of our witnesses. {said}"
         ]
-    nic = _nic(direction, all_directions)
+    nic = _nic(direction, related)
     if nic is not None:
         return nic
-    return _ipc(direction, all_directions)
+    return _ipc(direction, related)
 
 
 def _damage(direction: _Direction) -> list[str]:
@@ -396,18 +401,14 @@ def _example(process: Process, what: str) -> str:
     return lines[0] if lines else ""
 
 
-def _nic(direction: _Direction, all_directions: list[_Direction]) -> tuple[Path, list[str]] | None:
+def _nic(direction: _Direction, related: _Related) -> tuple[Path, list[str]] | None:
     """The network's verdict; None: the network is not where to look."""
     poster, peer = direction.poster, direction.peer
     assert peer is not None
     apart = poster.boot != peer.boot
     if not apart and not _untouched(direction):
         return None
-    candidates = [
-        d for d in all_directions
-        if d.peer is not None and d.on_gpu and d.poster.boot == poster.boot and d.operation == direction.operation
-        and (d.peer.boot != d.poster.boot or _untouched(d))
-    ]  # fmt: skip
+    candidates = related.network(direction)
     expected = sum(d.bytes for d in candidates)
     here = {id(p): p for d in candidates for p in (d.poster, d.peer) if p is not None and p.boot == poster.boot}
     before = next((p.efa_before for p in here.values() if p.efa_before), {})
@@ -432,10 +433,10 @@ def _untouched(direction: _Direction) -> bool:
     return all(c is not None and not (c.handles or c.copies or c.to_host_bytes or c.from_host_bytes) for c in ends)
 
 
-def _ipc(direction: _Direction, all_directions: list[_Direction]) -> tuple[Path, list[str]]:
+def _ipc(direction: _Direction, related: _Related) -> tuple[Path, list[str]]:
     """CUDA_IPC, if every count says so to the unit; the counts of a process cannot be split by peer, so all directions
     that share a process with this one are judged together."""
-    group = _group(direction, all_directions)
+    group = related.group(direction)
     posters = {id(d.poster): d.poster for d in group}
     peers = {id(d.peer): d.peer for d in group if d.peer is not None}
     against: list[str] = []
@@ -486,18 +487,34 @@ def _ipc(direction: _Direction, all_directions: list[_Direction]) -> tuple[Path,
     ]
 
 
-def _group(direction: _Direction, all_directions: list[_Direction]) -> list[_Direction]:
-    """All GPU directions that share a poster's handles or a peer's copies with this one."""
-    group = [direction]
-    while True:
-        more = [
-            d for d in all_directions
-            if d.on_gpu and not any(d is g for g in group)
-            and any(d.poster is g.poster or (d.peer is not None and d.peer is g.peer) for g in group)
-        ]  # fmt: skip
-        if not more:
-            return group
-        group += more
+class _Related:
+    """Which directions have to be judged together, worked out once for all of them."""
+
+    def __init__(self, directions: list[_Direction]) -> None:
+        self._leader: dict[tuple[str, int], tuple[str, int]] = {}
+        gpu = [d for d in directions if d.on_gpu]
+        for d in gpu:
+            if d.peer is not None:
+                self._leader[self._find(("in", id(d.peer)))] = self._find(("out", id(d.poster)))
+        self._groups: defaultdict[tuple[str, int], list[_Direction]] = defaultdict(list)
+        self._network: defaultdict[tuple[str, str], list[_Direction]] = defaultdict(list)
+        for d in gpu:
+            self._groups[self._find(("out", id(d.poster)))].append(d)
+            if d.peer is not None and (d.peer.boot != d.poster.boot or _untouched(d)):
+                self._network[d.poster.boot, d.operation].append(d)
+
+    def _find(self, node: tuple[str, int]) -> tuple[str, int]:
+        while (leader := self._leader.setdefault(node, node)) != node:
+            node = leader
+        return node
+
+    def group(self, direction: _Direction) -> list[_Direction]:
+        """All GPU directions that share a poster's handles or a peer's copies with this one."""
+        return self._groups[self._find(("out", id(direction.poster)))]
+
+    def network(self, direction: _Direction) -> list[_Direction]:
+        """All directions whose bytes the same network devices may have counted."""
+        return self._network[direction.poster.boot, direction.operation]
 
 
 # ---- what to do ------------------------------------------------------------------------------------------------------
