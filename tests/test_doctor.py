@@ -26,7 +26,8 @@ GOOD_STATUS = {
 
 
 class Nvml:
-    NVML_P2P_CAPS_INDEX_READ = NVML_P2P_STATUS_OK = 0
+    NVML_P2P_CAPS_INDEX_READ = (0,)  # as in nvidia-ml-py 13
+    NVML_P2P_STATUS_OK = 0
     NVML_COMPUTEMODE_EXCLUSIVE_PROCESS = 3
     p2p, mig, mode, broken = 0, 0, 0, False
 
@@ -43,6 +44,7 @@ class Nvml:
         return index
 
     def nvmlDeviceGetP2PStatus(self, a: int, b: int, what: int) -> int:
+        assert what == 0, "a plain int, as ctypes takes it"
         return self.p2p
 
     def nvmlDeviceGetMigMode(self, handle: int) -> list[int]:

@@ -303,8 +303,7 @@ def gpus(around: Surroundings) -> Iterator[Finding]:
             f"{i}-{j}"
             for i, first in enumerate(handles)
             for j, second in enumerate(handles)
-            if i < j
-            and nvml.nvmlDeviceGetP2PStatus(first, second, nvml.NVML_P2P_CAPS_INDEX_READ) != nvml.NVML_P2P_STATUS_OK
+            if i < j and nvml.nvmlDeviceGetP2PStatus(first, second, _P2P_READ) != nvml.NVML_P2P_STATUS_OK
         ]
         if refused:
             yield Finding(
@@ -322,6 +321,10 @@ def gpus(around: Surroundings) -> Iterator[Finding]:
         yield Finding("GPUs", UNKNOWN, f"NVML could not say: {type(error).__name__}: {error}")
     finally:
         nvml.nvmlShutdown()
+
+
+#: NVML_P2P_CAPS_INDEX_READ of nvml.h; nvidia-ml-py 13 gives a tuple by that name, which its own function refuses.
+_P2P_READ = 0
 
 
 def _gpu_modes(nvml: Any, index: int, handle: Any) -> Iterator[Finding]:
