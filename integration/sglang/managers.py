@@ -6,6 +6,7 @@ with their threads, the bootstrap server that prefill ranks register with and de
 messages. Told by hand is only what a scheduler would have learnt from a model and its process groups: the buffers, the
 rank, the width of tensor parallelism.
 """
+# ruff: noqa: E402 - what SGLang reads when it is imported is set before
 
 from __future__ import annotations
 
