@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import Interpreter, run
+from environments import Interpreter, run
 
 import ctxfix
 from ctxfix import _startup, cli
@@ -19,7 +19,7 @@ from ctxfix import _startup, cli
 pytestmark = pytest.mark.usefixtures("startup_state")
 
 WHO = "import sys; m = sys.modules.get('ctxfix._startup'); print(m.started_by if m and m.installed() else None)"
-CTXFIX = [sys.executable, "-m", "ctxfix.cli"]
+CTXFIX = [sys.executable, "-m", "ctxfix"]
 
 
 def ctxfix_run(*arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -76,7 +76,9 @@ def test_errors_of_the_other_sitecustomize_are_shown_as_ever(
     bare: Interpreter, tmp_path: Path, code: str, message: str
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(code)
-    done = ctxfix_run("--", str(bare.executable), "-c", WHO, PYTHONPATH=str(tmp_path))
+    # Not by way of `ctxfix run`, which is a Python too and would say the same.
+    environment = cli.run_environment({"PYTHONPATH": str(tmp_path)}, None, False)
+    done = bare.process("-c", WHO, **environment)
     assert (done.returncode, done.stdout.strip()) == (0, "ctxfix run")
     assert done.stderr.startswith("Error in sitecustomize") and message in done.stderr
 
@@ -92,13 +94,22 @@ def test_run_where_ctxfix_cannot_be_loaded(bare: Interpreter, tmp_path: Path) ->
     done = bare.process("-c", "import sitecustomize; print(sitecustomize.theirs)", PYTHONPATH=path)
     assert (done.returncode, done.stdout.strip()) == (0, "True")
     (line,) = done.stderr.splitlines()
-    assert line.startswith("ctxfix: not active in") and line.endswith("cannot be loaded there: SystemExit: too old")
+    assert line.startswith("ctxfix: not active in") and line.endswith(": SystemExit: too old")
 
 
 def test_bootstrap_is_read_by_any_python() -> None:
     source = (Path(cli.BOOTSTRAP) / "sitecustomize.py").read_text()
     compile(source, "sitecustomize.py", "exec")
     assert "f'" not in source and 'f"' not in source and "from __future__" not in source and source.isascii()
+
+
+def test_run_reaches_no_python_that_is_too_old(bare: Interpreter) -> None:
+    code = (
+        f"import sys; sys.version_info = (3, 9); exec(open({os.path.join(cli.BOOTSTRAP, 'sitecustomize.py')!r}).read())"
+    )
+    done = bare.process("-c", f"__file__ = {cli.BOOTSTRAP + '/x'!r}; {code}; {WHO}")
+    assert (done.returncode, done.stdout.strip()) == (0, "None")
+    assert done.stderr.endswith("ImportError: it needs Python 3.10 or later\n") and done.stderr.count("\n") == 1
 
 
 def test_run_passes_the_exit_status_through() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
 import logging
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from environments import clean_environment
 
 import ctxfix
 from ctxfix import _startup
@@ -106,6 +108,7 @@ def test_target_that_is_a_namespace_package(patch: Patch, tmp_path: Path, monkey
     (tmp_path / "fakehost" / "api").mkdir(parents=True)
     monkeypatch.syspath_prepend(str(tmp_path))
     assert list(importlib.import_module(HOST).__path__) == [str(tmp_path / "fakehost" / "api")]
+    assert _startup.failures == {}
 
 
 def test_target_that_replaces_itself_in_sys_modules(patch: Patch, package: Write) -> None:
@@ -120,6 +123,7 @@ def test_spec_found_without_import_works_as_usual(patch: Patch, package: Write) 
     spec = importlib.util.find_spec(HOST)
     assert spec is not None and spec.origin == str(path)
     assert spec.loader.get_source(HOST) == "value = 1"  # type: ignore[union-attr]
+    assert copy.copy(spec.loader).get_source(HOST) == "value = 1"  # type: ignore[union-attr]
     assert patch.modules == []
     lazy = importlib.util.LazyLoader(spec.loader)
     spec.loader = lazy
@@ -182,7 +186,8 @@ def test_patch_module_that_cannot_be_imported(patch: Patch, package: Write) -> N
     package("fakebroken", "import fake_dependency_that_is_missing")
     _startup.TARGETS[HOST] = "fakebroken"
     assert importlib.import_module(HOST).value == 1
-    assert "fake_dependency_that_is_missing" in _startup.outcomes[HOST]
+    expected = f"No module named 'fake_dependency_that_is_missing'; install it for {sys.executable}"
+    assert expected in _startup.outcomes[HOST]
 
 
 def test_warning_that_cannot_be_logged_stays_ours(
@@ -313,6 +318,17 @@ def test_finder_behind_another_that_asks_the_rest(
     assert len(patch.modules) == 1
 
 
+def test_finder_that_keeps_its_specs(patch: Patch, package: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    package(HOST, "seen = type(__loader__).__name__")
+    importlib.import_module("fakehost")
+    spec = importlib.machinery.PathFinder.find_spec(HOST, sys.modules["fakehost"].__path__)
+    keeper = types.SimpleNamespace(find_spec=lambda name, path, target=None: spec if name == HOST else None)
+    monkeypatch.setattr(sys, "meta_path", [sys.meta_path[0], keeper, *sys.meta_path[1:]])
+    importlib.util.find_spec(HOST)
+    assert importlib.import_module(HOST).seen == "SourceFileLoader"
+    assert len(patch.modules) == 1
+
+
 @pytest.mark.parametrize("value", ["1", "true", "YES", "on", "maybe", "2"])
 def test_off_switch(patch: Patch, package: Write, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("CTXFIX_DISABLE", value)
@@ -346,8 +362,11 @@ def test_patch_and_unpatch_one_host(patch: Patch, package: Write) -> None:
     assert activation._unpatch("fakepatch") == {HOST: "not patched"}
     assert not hasattr(module, "patched")
     importlib.reload(module)
+    _startup.install()
     assert not hasattr(module, "patched"), "patched again although the user took it off"
     assert activation._patch("fakepatch") == {HOST: "patched"} and module.patched
+    activation._unpatch("fakepatch")
+    assert ctxfix.activate() and module.patched, "activate() switches everything on"
 
 
 def test_deactivate_undoes_and_activate_redoes(patch: Patch, package: Write) -> None:
@@ -357,6 +376,17 @@ def test_deactivate_undoes_and_activate_redoes(patch: Patch, package: Write) -> 
     ctxfix.deactivate()
     assert not hasattr(module, "patched") and not _startup.installed()
     assert ctxfix.activate() and module.patched and _startup.installed()
+
+
+def test_activate_makes_the_hook_of_threads_live() -> None:
+    code = """
+import threading, sys, ctxfix
+assert ctxfix.activate() and "ctxfix.affinity" in sys.modules and ctxfix.status()["threads"]["installed"]
+ctxfix.deactivate()
+assert not ctxfix.status()["threads"]["installed"] and not ctxfix.status()["active"]
+"""
+    environment = clean_environment(PYTHONPATH=str(Path(ctxfix.__file__).parent.parent))
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=environment)
 
 
 def test_deactivate_tells_who_wrapped_on_top(patch: Patch, package: Write, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,6 +415,14 @@ def test_public_names_resolve_on_first_use() -> None:
     assert callable(ctxfix.status) and callable(ctxfix.stats) and callable(ctxfix.bound)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         ctxfix.nonsense  # noqa: B018
+
+
+def test_public_name_whose_module_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ctxfix.affinity", None)
+    monkeypatch.delitem(vars(ctxfix), "bound", raising=False)
+    assert not hasattr(ctxfix, "bound")
+    with pytest.raises(AttributeError, match=r"ctxfix\.bound cannot be loaded in .*python"):
+        ctxfix.bound  # noqa: B018
 
 
 def test_threads_are_hooked_with_the_first_host(patch: Patch, package: Write, caplog: pytest.LogCaptureFixture) -> None:

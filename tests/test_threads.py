@@ -139,7 +139,9 @@ def by_run_in_executor(body: Callable[[], None]) -> None:
 
 
 def by_thread_of_thread(body: Callable[[], None]) -> None:
-    threading.Thread(target=by_target, args=(body,)).start()
+    outer = threading.Thread(target=by_target, args=(body,))
+    outer.start()
+    outer.join(20)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ _home = os.path.dirname(os.path.dirname(_here))
 
 _found = "ctxfix" in sys.modules  # its own start-up file may have run
 try:
+    if sys.version_info < (3, 10):  # noqa: UP036
+        raise ImportError("it needs Python 3.10 or later")
     # ctxfix may live in another environment than this interpreter. That folder is on the path while the
     # package is found, and no longer: nothing else of it may reach the program. The package finds its own
     # modules by itself.
@@ -24,8 +26,15 @@ try:
         ctxfix._startup.started_by = "ctxfix run"
 except (Exception, SystemExit) as _error:
     sys.stderr.write(
-        "ctxfix: not active in " + str(sys.executable) + " (Python " + sys.version.split()[0] + "): "
-        "it cannot be loaded there: " + type(_error).__name__ + ": " + str(_error) + "\n"
+        "ctxfix: not active in "
+        + str(sys.executable)
+        + " (Python "
+        + sys.version.split()[0]
+        + "): "
+        + type(_error).__name__
+        + ": "
+        + str(_error)
+        + "\n"
     )
 
 # The search for the program's own sitecustomize is Python's, with this folder taken out.

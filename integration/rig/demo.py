@@ -36,8 +36,8 @@ NIXL_DECIDES = {("wrong-devid", "1.4.0"), ("vmm", "1.4.0")}
 LEGEND = """\
 right: the memory's own; wrong: another GPU's; none: no context at all
 † the posting thread's contexts are not what they were before the transfer
-* NIXL 1.4.0 sets the context inside the post: by the devId it was told, and never
-  for memory that has none. Hooks around the call cannot change that.
+* NIXL 1.4.0 sets the context inside the post: by the devId it was told, and
+  never for memory that has none. Hooks around the call cannot change that.
 """
 
 
@@ -156,7 +156,7 @@ def main(arguments: list[str] | None = None) -> int:
     for complaint in complaints:
         console.print(complaint, style="red", markup=False, soft_wrap=True)
     if not complaints:
-        console.print("The fault shows without ctxfix, and none of it with.", style="green")
+        console.print("The fault shows without ctxfix; with it, only what is marked * is left.", style="green")
     return 1 if complaints else 0
 
 

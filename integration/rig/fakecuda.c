@@ -14,6 +14,7 @@
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -69,6 +70,10 @@ static unsigned long long last_context_id, last_buffer_id;
 
 static _Thread_local struct context *stack[MAX_STACK];
 static _Thread_local int depth;
+/* The real driver accepts a destroyed context in cuCtxSetCurrent, and the process dies of it later (measured,
+ * driver 580): when the thread ends, or when it sets another. So does this one. */
+static _Thread_local struct context *dead_set;
+static pthread_key_t dead_key;
 
 /* ---- counting, logging and failing on demand --------------------------------------------------------- */
 
@@ -201,6 +206,19 @@ API void fakecuda_reset_calls(void)
 
 /* ---- start-up ---------------------------------------------------------------------------------------- */
 
+static void die(int signal_number, const char *why)
+{
+    fprintf(stderr, "fakecuda: %s: the real driver dies of this\n", why);
+    signal(signal_number, SIG_DFL); /* Python's faulthandler is not to explain it */
+    raise(signal_number);
+}
+
+static void dead_thread_ends(void *context)
+{
+    if (depth && stack[depth - 1] == context)
+        die(SIGABRT, "a thread ends with a dead context");
+}
+
 static void after_fork(void)
 {
     forked = initialised;
@@ -250,6 +268,7 @@ __attribute__((constructor)) static void start(void)
         log_fd = open(log, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
     read_failures();
     pthread_atfork(NULL, NULL, after_fork);
+    pthread_key_create(&dead_key, dead_thread_ends);
 }
 
 API CUresult cuInit(unsigned flags)
@@ -587,8 +606,14 @@ API CUresult cuCtxSetCurrent(CUcontext context)
     pthread_mutex_lock(&lock);
     CUresult result = usable(context);
     pthread_mutex_unlock(&lock);
-    if (result)
+    if (result == CUDA_ERROR_INVALID_CONTEXT)
         return result;
+    if (depth && stack[depth - 1] == dead_set && context != dead_set)
+        die(SIGSEGV, "a dead context is replaced");
+    if (result) {
+        dead_set = context;
+        pthread_setspecific(dead_key, context);
+    }
     depth += !depth;
     stack[depth - 1] = context;
     return CUDA_SUCCESS;
