@@ -291,7 +291,7 @@ def test_status_without_sglang(installed: Interpreter) -> None:
 
 
 def test_the_plugin_activates_unless_off(startup_state: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_startup, "started_by", "")
+    monkeypatch.setattr(_startup, "started_by", "import ctxfix")
     _startup.uninstall()
     monkeypatch.setenv("CTXFIX_DISABLE", "1")
     sglang.plugin()

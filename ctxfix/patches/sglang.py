@@ -202,9 +202,9 @@ def status() -> dict[str, list[str]]:
 
 def plugin() -> None:
     """Activate ctxfix, as SGLang's plugin: it calls this early in each of its processes. CTXFIX_DISABLE wins."""
-    if not _startup.off_reason() and not _startup.installed():
-        _startup.started_by = "SGLang plugin"
     _startup.install()
+    if _startup.installed() and _startup.started_by == "import ctxfix":  # SGLang's loader has just imported us
+        _startup.started_by = "SGLang plugin"
 
 
 def _version() -> str | None:
