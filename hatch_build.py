@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds ctxfix's C extension with the system's compiler if there is one; without it the package is pure Python.
 
-CTXFIX_BUILD_NATIVE is no setting of ctxfix itself, but of this build: ``off`` leaves the extension out, ``require`` makes a
-failure an error.
+BUILD_CTXFIX_NATIVE=off leaves the extension out, BUILD_CTXFIX_NATIVE=require makes a failure an error.
 """
 
 from __future__ import annotations
@@ -93,11 +92,11 @@ class NativeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         """Compile, and tell hatchling about the file and the wheel's tag."""
         if self.target_name != "wheel":
             return
-        wanted = os.environ.get("CTXFIX_BUILD_NATIVE", "auto")
+        wanted = os.environ.get("BUILD_CTXFIX_NATIVE", "auto")
         folder = Path(self.root) / "ctxfix" / "native"
         stale = folder / file_name()
         stale.unlink(missing_ok=True)
-        problem = "switched off by CTXFIX_BUILD_NATIVE" if wanted == "off" else build(folder)
+        problem = "switched off by BUILD_CTXFIX_NATIVE" if wanted == "off" else build(folder)
         if problem:
             if wanted == "require":
                 raise RuntimeError(f"ctxfix: the C extension was not built: {problem}")

@@ -2,10 +2,11 @@
 """No completion or notification before the bytes have landed: how registered memory is made safe to read at once.
 
 libfabric 2.4.0 to 2.6.0 copy between GPUs with cudaMemcpy, which returns before the copy has ended, and complete the
-transfer on both sides: a reader on another stream sees old bytes (24 of 24 large transfers, H200, driver 580). Where the
+transfer on both sides: a reader on another stream sees old bytes, and a sender that uses its buffer again tears them
+(16 of 20 transfers each, NIXL 1.4.0, libfabric 2.4.0, H200, driver 580; benchmarks/results/gpu-stale.json). Where the
 extension makes those copies, it waits for their end. Elsewhere CU_POINTER_ATTRIBUTE_SYNC_MEMOPS on the target's memory
-does it; that has a price for the application, whose own copies of that memory become synchronous too, so it is the second
-choice.
+does it; that has a price for the application, whose own copies of that memory become synchronous too, so it is the
+second choice.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ def apply(address: int) -> None:
     guard.warn_once(
         "unsynchronised_range",
         f"ctxfix: memory at {address:#x} takes no synchronous operations (VMM memory such as PyTorch's "
-        "expandable_segments does not), so a notification may arrive before its bytes. Synchronise the device before you "
-        "read, or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False.",
+        "expandable_segments does not), so a notification may arrive before its bytes. Synchronise the device before "
+        "you read, or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False.",
     )
 
 
@@ -64,7 +65,8 @@ def libfabric_in(maps: Iterable[str]) -> str | None:
 def copies_by_event(library: str) -> bool:
     """Whether this libfabric completes a copy only when an event says that it has ended.
 
-    By behaviour, not by version: such a libfabric looks up cudaMemcpyAsync. 2.4.0 and 2.6.0 do not, the head after 2.6.0 (libfabric#12451) does.
+    By behaviour, not by version: such a libfabric looks up cudaMemcpyAsync. 2.4.0 and 2.6.0 do not, the development
+    head after 2.6.0 (libfabric#12451) does.
     """
     try:
         with open(library, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Native threads that inherit a context, and libfabric's CUDA calls bound to the memory they touch and counted.
 
-The work is done by a small C extension, ``_native``. It is optional: ask :func:`available` first; without it every other
-function here raises :class:`~ctxfix.errors.CtxfixError` with the :func:`reason`. It never creates a context, never
-initialises CUDA, loads no library, and in a forked child it is off until the child arms.
+The work is done by a small C extension, ``_native``. It is optional: ask :func:`available` first; without it
+every other function raises :class:`~ctxfix.errors.CtxfixError` with the :func:`reason`. It never creates a context,
+never initialises CUDA, loads no library, and in a forked child it is off until the child arms.
 
 Contexts are ``CUcontext`` values as integers, 0 for none.
 """
@@ -11,6 +11,7 @@ Contexts are ``CUcontext`` values as integers, 0 for none.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
@@ -105,9 +106,9 @@ class CallCounts(TypedDict):
 class Counters(TypedDict):
     """All counts since the process started; ``calls`` is by device ordinal (-1: none or unknown), then by kind.
 
-    Kinds: range (cuMemGetAddressRange), get_handle, open_handle, close_handle (cudaIpc*), copy_dtod, copy_htod, copy_dtoh,
-    copy_other (cudaMemcpy, by what the two addresses are), copy_async (started, not ended), dmabuf, set_attribute, runtime
-    (host registration, allocation, synchronisation).
+    Kinds: range (cuMemGetAddressRange), get_handle, open_handle, close_handle (cudaIpc*), copy_dtod, copy_htod,
+    copy_dtoh, copy_other (cudaMemcpy, by what the two addresses are), copy_async (started, not ended), dmabuf,
+    set_attribute, runtime (host registration, allocation, synchronisation).
     """
 
     threads: dict[str, int]
@@ -135,13 +136,16 @@ def _native_module() -> Any:
 def install(late_objects: tuple[str, ...] = LATE_OBJECTS) -> None:
     """Hook the import slots of all loaded objects; call it again, cheaply, whenever libraries may have come.
 
-    Call it before libfabric is used for the first time (when NIXL's Python module is imported is early enough). A libfabric
-    that was in use already is adopted: the calls it had found are exchanged in its own table, and counted as ``adopted``.
+    Call it before libfabric is used for the first time (when NIXL's Python module is imported is early enough). A
+    libfabric that was in use already is adopted: the calls it had found are exchanged in its own table, and counted as
+    ``adopted``.
     """
     global _installed
     native = _native_module()
     if not _installed:
         native.set_late(tuple(late_objects))
+        if "CTXFIX_TEST_COPY_MODE" in os.environ:  # for measuring; see copy_mode
+            native.copy_mode(int(os.environ["CTXFIX_TEST_COPY_MODE"]))
     native.scan()
     _installed = True
 

@@ -25,7 +25,7 @@ const struct cx_driver *cx_driver(void)
 		CALL(ctx_get, "cuCtxGetCurrent"), CALL(ctx_set, "cuCtxSetCurrent"),
 		CALL(ctx_push, "cuCtxPushCurrent_v2"), CALL(ctx_pop, "cuCtxPopCurrent_v2"),
 		CALL(ctx_device, "cuCtxGetDevice"), CALL(pointer_attribute, "cuPointerGetAttribute"),
-		CALL(ctx_id, "cuCtxGetId"), CALL(device_count, "cuDeviceGetCount"),
+		CALL(pointer_attributes, "cuPointerGetAttributes"), CALL(ctx_id, "cuCtxGetId"), CALL(device_count, "cuDeviceGetCount"),
 		CALL(primary_state, "cuDevicePrimaryCtxGetState"), CALL(primary_retain, "cuDevicePrimaryCtxRetain"),
 		CALL(primary_release, "cuDevicePrimaryCtxRelease_v2"), CALL(range, "cuMemGetAddressRange_v2"),
 		CALL(copy_async, "cuMemcpyDtoDAsync_v2"), CALL(stream_create, "cuStreamCreate"),
@@ -83,6 +83,25 @@ void *cx_owner(const struct cx_driver *d, cx_ptr p)
 	return active_primary(d, device);
 }
 
+bool cx_look(const struct cx_driver *d, cx_ptr p, void **owner)
+{
+	static const int attributes[] = { CX_ATTRIBUTE_CONTEXT, CX_ATTRIBUTE_MEMORY_TYPE };
+	unsigned type = 0;
+	void *context = NULL, *answers[] = { &context, &type };
+	*owner = NULL;
+	if (d->pointer_attributes) {
+		/* Says success and zeros for memory that it does not know. */
+		if (d->pointer_attributes(2, attributes, answers, p) != CX_OK)
+			return false;
+	} else if (d->pointer_attribute(&type, CX_ATTRIBUTE_MEMORY_TYPE, p) != CX_OK) {
+		return false;
+	}
+	if (type != CX_MEMORY_DEVICE)
+		return false;
+	*owner = context ? context : cx_owner(d, p);
+	return true;
+}
+
 void *cx_only_primary(const struct cx_driver *d)
 {
 	int n = 0, found = -1;
@@ -108,19 +127,27 @@ unsigned long long cx_context_id(const struct cx_driver *d, void *context)
 	return id;
 }
 
+bool cx_alive(const struct cx_driver *d, void *context) { return !d->ctx_id || cx_context_id(d, context) != 0; }
+
 struct cx_entry cx_enter(const struct cx_driver *d, void *context)
 {
 	struct cx_entry entry = { false, CX_MAX_DEVICES };
+	/* What device this thread's last context was of, for the counters: it is nearly always the same one. */
+	static __thread struct { void *context; int device; } last;
 	void *current = NULL;
 	int device = -1;
 	d->ctx_get(&current);
-	if (context && current != context) {
+	if (context && current != context && cx_alive(d, context)) {
 		entry.pushed = d->ctx_push(context) == CX_OK;
 		if (entry.pushed)
 			current = context;
 	}
-	if (current && d->ctx_device(&device) == CX_OK && device >= 0 && device < CX_MAX_DEVICES)
-		entry.device = device;
+	if (current && current == last.context) {
+		entry.device = last.device;
+	} else if (current && d->ctx_device(&device) == CX_OK && device >= 0 && device < CX_MAX_DEVICES) {
+		entry.device = last.device = device;
+		last.context = current;
+	}
 	return entry;
 }
 

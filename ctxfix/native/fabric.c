@@ -16,7 +16,7 @@
  * tells both sides at once, the sender by a word in shared memory. There is no place of libfabric's between the two,
  * and the sender is another process: the copy has to be whole before this call returns (copy mode 1 and 2).
  * The development head copies asynchronously, each copy on one of 128 streams made in the context that happened to be
- * current, and asks events. Its streams and events are answered by stand-ins here, which have one true stream and event in
+ * current, and asks events. Its streams and events are answered by stand-ins here, which find a true stream and event in
  * each context as it is needed. */
 #define _GNU_SOURCE
 #include "native.h"
@@ -58,9 +58,9 @@ static void count(struct cx_entry e, enum cx_kind kind, int result, size_t bytes
 static void *somewhere(const struct cx_driver *d)
 {
 	void *context = cx_thread_context();
-	if (!context)
+	if (!context || !cx_alive(d, context))
 		context = atomic_load(&home);
-	return context ? context : cx_only_primary(d);
+	return context && cx_alive(d, context) ? context : cx_only_primary(d);
 }
 
 static void *somewhere_if_bare(const struct cx_driver *d)
@@ -75,7 +75,7 @@ enum call {
 	RANGE, RANGE_V2, GET_HANDLE, OPEN_HANDLE, CLOSE_HANDLE, MEMCPY, MEMCPY_ASYNC, DTOD_ASYNC, DTOD_ASYNC_V2, DMABUF,
 	SET_ATTRIBUTE, HOST_REGISTER, HOST_UNREGISTER, HOST_ALLOC, HOST_FREE, MALLOC, FREE, DEVICE_SYNC, STREAM_CREATE,
 	STREAM_DESTROY, STREAM_DESTROY_V2, STREAM_SYNC, EVENT_CREATE, EVENT_DESTROY, EVENT_DESTROY_V2, EVENT_RECORD,
-	EVENT_SYNC, EVENT_QUERY, CALLS
+	EVENT_SYNC, EVENT_QUERY, CTX_CREATE, CTX_DESTROY, CALLS
 };
 static struct cx_rule rules[CALLS + 1]; /* the last is dlsym */
 
@@ -230,14 +230,21 @@ static void *translated(const struct cx_driver *d, void *p, void *context)
 	return p;
 }
 
-static bool mapped(const void *p)
+/* The context that mapped memory at p was opened in for libfabric; NULL if p is no mapping of ours. */
+static void *mapped_in(const void *p)
 {
+	void *context = NULL;
 	pthread_mutex_lock(&mappings_lock);
-	struct mapping *m = mappings;
-	while (m && !((char *)p >= (char *)m->base && (char *)p < (char *)m->base + (m->size ? m->size : 1)))
-		m = m->next;
+	for (struct mapping **link = &mappings, *m; (m = *link); link = &m->next)
+		if ((const char *)p >= (char *)m->base && (const char *)p < (char *)m->base + (m->size ? m->size : 1)) {
+			*link = m->next; /* to the front: the next descriptor is likely in the same one */
+			m->next = mappings;
+			mappings = m;
+			context = m->context;
+			break;
+		}
 	pthread_mutex_unlock(&mappings_lock);
-	return m != NULL;
+	return context;
 }
 
 /* ---- copies ----------------------------------------------------------------------------------------------- */
@@ -304,28 +311,28 @@ struct copy { void *to; const void *from; void *context; enum cx_kind kind; };
 /* Whose memory is local, in which context to copy, and by which addresses. */
 static struct copy plan(const struct cx_driver *d, void *to, const void *from)
 {
-	int tt = 0, tf = 0;
-	if (d->pointer_attribute(&tt, CX_ATTRIBUTE_MEMORY_TYPE, (cx_ptr)to) != CX_OK)
-		tt = 0;
-	if (d->pointer_attribute(&tf, CX_ATTRIBUTE_MEMORY_TYPE, (cx_ptr)from) != CX_OK)
-		tf = 0;
-	bool dt = tt == CX_MEMORY_DEVICE, df = tf == CX_MEMORY_DEVICE;
-	struct copy c = { to, from, NULL, dt ? (df ? CX_COPY_DTOD : CX_COPY_HTOD) : (df ? CX_COPY_DTOH : CX_COPY_OTHER) };
-	if (!dt && !df)
-		return c;
-	if (!dt || !df) {
-		c.context = cx_owner(d, (cx_ptr)(dt ? to : from));
-		return c;
-	}
-	void *of_to = cx_owner(d, (cx_ptr)to), *of_from = cx_owner(d, (cx_ptr)from);
-	c.context = of_to;
-	if (of_to != of_from) {
-		if (mapped(to)) { /* an RMA read: ours is the source */
-			c.context = of_from;
-			c.to = translated(d, to, c.context);
-		} else if (of_to) {
-			c.from = translated(d, (void *)from, c.context);
-		}
+	struct copy c = { to, from, NULL, CX_COPY_OTHER };
+	void *of_to = NULL, *of_from = mapped_in(from); /* a peer's memory, as in every RMA write by IPC */
+	bool device_from = of_from != NULL;
+	bool device_to = !device_from && (of_to = mapped_in(to)) != NULL; /* an RMA read */
+	bool peer_from = device_from, peer_to = device_to;
+	if (!device_to)
+		device_to = cx_look(d, (cx_ptr)to, &of_to);
+	if (!device_from)
+		device_from = cx_look(d, (cx_ptr)from, &of_from);
+	if (device_to && device_from) {
+		c.kind = CX_COPY_DTOD;
+		c.context = peer_to ? of_from : of_to;
+		if (peer_from && of_to && of_from != of_to)
+			c.from = translated(d, (void *)from, of_to);
+		if (peer_to && of_from && of_from != of_to)
+			c.to = translated(d, to, of_from);
+	} else if (device_to) {
+		c.kind = CX_COPY_HTOD;
+		c.context = of_to;
+	} else if (device_from) {
+		c.kind = CX_COPY_DTOH;
+		c.context = of_from;
 	}
 	return c;
 }
@@ -377,6 +384,32 @@ static int my_malloc(void **p, size_t n) { SOME(MALLOC, malloc_call, somewhere_i
 typedef int nothing_call(void);
 /* libfabric waits after a copy whose host end CUDA does not know: for the copy's context, then. */
 static int my_device_sync(void) { SOME(DEVICE_SYNC, nothing_call, copied_in ? copied_in : somewhere_if_bare(d)); }
+
+/* efa's provider looks once whether the NIC can reach GPU memory; since 2.5 in a context that it makes for that on GPU 0
+ * (efa_hmem.c), half a GiB for a moment in every rank. Any context will do: one that is there is lent. */
+static char lent;
+typedef int ctx_create_call(void **, unsigned, int);
+static int my_ctx_create(void **out, unsigned flags, int device)
+{
+	REAL(CTX_CREATE, ctx_create_call);
+	const struct cx_driver *d = active();
+	void *context = NULL;
+	if (d && d->ctx_get(&context) == CX_OK && !context)
+		context = somewhere(d);
+	if (context && d->ctx_push(context) == CX_OK) {
+		*out = &lent;
+		return CX_OK;
+	}
+	return call(out, flags, device);
+}
+static int my_ctx_destroy(void *context)
+{
+	REAL(CTX_DESTROY, pointer_call);
+	const struct cx_driver *d = cx_driver();
+	if (context != &lent || !d)
+		return call(context);
+	return d->ctx_pop(&context);
+}
 
 typedef int dmabuf_call(void *, cx_ptr, size_t, int, unsigned long long);
 static int my_dmabuf(void *out, cx_ptr p, size_t n, int type, unsigned long long flags)
@@ -443,17 +476,56 @@ static struct standin *standin_of(struct standin *all, void *p)
 	return p >= (void *)all && p < (void *)(all + STANDINS) ? p : NULL;
 }
 
+/* True streams are few: the 128 that libfabric asks for cost 0.1 ms a transfer until all are made, and 66 MiB of the GPU
+ * (measured, H200); eight hold as many copies in flight as there are engines for. Stand-ins share them, and they stay. */
+enum { LANES = 8 };
+static struct { void *context, *streams[LANES]; unsigned long long id; } lanes[PER];
+static pthread_mutex_t lanes_lock = PTHREAD_MUTEX_INITIALIZER;
+
+static void *lane(const struct cx_driver *d, void *context, unsigned long long id, size_t number, unsigned flags)
+{
+	void *stream = NULL;
+	int at = -1;
+	pthread_mutex_lock(&lanes_lock);
+	for (int i = 0; i < PER && at < 0; i++)
+		if (lanes[i].context == context && lanes[i].id == id)
+			at = i;
+	for (int i = 0; i < PER && at < 0; i++)
+		if (!lanes[i].context || !cx_alive(d, lanes[i].context)) {
+			memset(&lanes[i], 0, sizeof lanes[i]); /* a context's streams have gone with it */
+			lanes[i].context = context;
+			lanes[i].id = id;
+			at = i;
+		}
+	if (at >= 0) {
+		void **place = &lanes[at].streams[number % LANES];
+		if (!*place && (!d->stream_create || d->stream_create(place, flags) != CX_OK))
+			*place = NULL;
+		stream = *place;
+	}
+	pthread_mutex_unlock(&lanes_lock);
+	return stream;
+}
+
 /* The true stream or event of a stand-in in `context`, which is current; made when first needed. Locked by the caller. */
-static void *true_in(const struct cx_driver *d, struct standin *s, void *context, int (*make)(void **, unsigned))
+static void *true_in(const struct cx_driver *d, struct standin *s, void *context)
 {
 	unsigned long long id = cx_context_id(d, context);
 	for (int i = 0; i < s->n; i++)
 		if (s->at[i].context == context && s->at[i].id == id)
 			return s->at[i].it;
 	void *it = NULL;
-	if (s->n == PER || !make || make(&it, s->flags) != CX_OK)
+	for (int i = 0; i < s->n; i++)
+		if (!cx_alive(d, s->at[i].context))
+			s->at[i--] = s->at[--s->n];
+	if (s->n == PER)
 		return NULL;
-	s->at[s->n++] = (struct true_one){ context, it, id };
+	if (standin_of(stream_standins, s))
+		it = lane(d, context, id, (size_t)(s - stream_standins), s->flags);
+	else if (!d->event_create || d->event_create(&it, s->flags) != CX_OK)
+		it = NULL;
+	if (it)
+		s->at[s->n++] = (struct true_one){ context, it, id };
 	return it;
 }
 
@@ -481,8 +553,14 @@ static int each(struct standin *s, int (*f)(void *))
 {
 	int r = CX_OK;
 	pthread_mutex_lock(&s->lock);
-	for (int i = 0; i < s->n && !r && f; i++)
+	for (int i = 0; i < s->n && !r; i++) {
+		const struct cx_driver *d;
 		r = f(s->at[i].it);
+		if (r && r != CX_ERROR_NOT_READY && (d = cx_driver()) && !cx_alive(d, s->at[i].context)) {
+			s->at[i--] = s->at[--s->n]; /* gone with its context, and all work in it */
+			r = CX_OK;
+		}
+	}
 	pthread_mutex_unlock(&s->lock);
 	return r;
 }
@@ -493,7 +571,7 @@ static int destroy(enum call which, struct standin *all, void *p)
 	struct standin *s = standin_of(all, p);
 	if (!s)
 		return call(p);
-	int r = each(s, call);
+	int r = all == event_standins ? each(s, call) : CX_OK; /* true streams are shared, and stay */
 	pthread_mutex_lock(&standins_lock);
 	pthread_mutex_destroy(&s->lock);
 	s->used = false;
@@ -528,8 +606,10 @@ static int my_event_record(void *event, void *stream)
 	pthread_mutex_lock(&s->lock);
 	/* In each context that the stream has worked in: an earlier copy may still run in another one. */
 	for (int i = 0; i < s->n && !r; i++) {
+		if (!cx_alive(d, s->at[i].context))
+			continue;
 		struct cx_entry e = cx_enter(d, s->at[i].context);
-		void *it = true_in(d, v, s->at[i].context, d->event_create);
+		void *it = true_in(d, v, s->at[i].context);
 		r = it ? call(it, s->at[i].it) : CX_ERROR_UNKNOWN;
 		cx_leave(d, e);
 	}
@@ -560,7 +640,7 @@ static int start_copy(enum call which, void *to, const void *from, size_t n, int
 		pthread_mutex_lock(&s->lock);
 		void *current = NULL;
 		d->ctx_get(&current);
-		stream = current ? true_in(d, s, current, d->stream_create) : NULL;
+		stream = current ? true_in(d, s, current) : NULL;
 		pthread_mutex_unlock(&s->lock);
 		r = stream ? CX_OK : CX_ERROR_INVALID_CONTEXT;
 	}
@@ -647,6 +727,7 @@ static struct cx_rule rules[CALLS + 1] = {
 	CALL(EVENT_DESTROY_V2, "cuEventDestroy_v2", my_event_destroy_v2),
 	CALL(EVENT_RECORD, "cuEventRecord", my_event_record), CALL(EVENT_SYNC, "cuEventSynchronize", my_event_sync),
 	CALL(EVENT_QUERY, "cuEventQuery", my_event_query),
+	CALL(CTX_CREATE, "cuCtxCreate_v2", my_ctx_create), CALL(CTX_DESTROY, "cuCtxDestroy_v2", my_ctx_destroy),
 	[CALLS] = { .symbol = "dlsym", .where = CX_FABRIC, .hook = (void *)hook_dlsym, .hook_for = cx_one_hook, .original_of = cx_one_original },
 };
 
@@ -742,6 +823,8 @@ void cx_fabric_forked(void)
 	pthread_mutex_init(&mappings_lock, NULL);
 	pthread_mutex_init(&streams_lock, NULL);
 	pthread_mutex_init(&standins_lock, NULL);
+	pthread_mutex_init(&lanes_lock, NULL);
+	memset(lanes, 0, sizeof lanes);
 	for (int i = 0; i < STANDINS; i++)
 		stream_standins[i].n = event_standins[i].n = 0;
 }

@@ -54,6 +54,7 @@ struct cx_driver {
 	int (*ctx_device)(int *);
 	int (*pointer_attribute)(void *, int, cx_ptr);
 	/* The rest may be missing (NULL) in a driver too old, or in a stand-in. */
+	int (*pointer_attributes)(unsigned, const int *, void **, cx_ptr);
 	int (*ctx_id)(void *, unsigned long long *);
 	int (*device_count)(int *);
 	int (*primary_state)(int, unsigned *, int *);
@@ -79,18 +80,25 @@ const struct cx_driver *cx_driver(void);
  * context of its device if that is active; else NULL, which is also the answer for plain host memory. */
 void *cx_owner(const struct cx_driver *d, cx_ptr p);
 
+/* Whether p is device memory, and its owner as above; one call of the driver's where it can. */
+bool cx_look(const struct cx_driver *d, cx_ptr p, void **owner);
+
 /* The primary context of the only device that has an active one, else NULL. */
 void *cx_only_primary(const struct cx_driver *d);
 
 /* An identity that a context made later at the same address does not share (0 where the driver cannot say). */
 unsigned long long cx_context_id(const struct cx_driver *d, void *context);
 
+/* The driver makes a destroyed context current without an error, and the process dies of it when the thread ends
+ * (measured, driver 580); but a destroyed one has no id. */
+bool cx_alive(const struct cx_driver *d, void *context);
+
 struct cx_entry {
 	bool pushed;
 	int device; /* ordinal of the context now current, CX_MAX_DEVICES if none */
 };
 
-/* Make context current for one call (NULL: leave the thread as it is), and give back what was there. */
+/* Make context current for one call (NULL, destroyed: leave the thread as it is), and give back what was there. */
 struct cx_entry cx_enter(const struct cx_driver *d, void *context);
 void cx_leave(const struct cx_driver *d, struct cx_entry entry);
 

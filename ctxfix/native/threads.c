@@ -122,10 +122,7 @@ void cx_threads_forked(void)
 static void bind(struct group *g, void *context, bool late)
 {
 	const struct cx_driver *d = cx_driver();
-	/* The driver takes a destroyed context without an error, and the process dies of it when the thread ends
-	 * (measured, driver 580); but a destroyed one has no id. */
-	bool alive = d && (!d->ctx_id || cx_context_id(d, context));
-	if (alive && d->ctx_set(context) == CX_OK) {
+	if (d && cx_alive(d, context) && d->ctx_set(context) == CX_OK) {
 		atomic_fetch_add(&cx_thread_counts.bound, 1);
 		if (late)
 			atomic_fetch_add(&cx_thread_counts.late, 1);

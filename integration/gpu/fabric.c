@@ -169,29 +169,35 @@ static struct fi_ops_mr mr_ops, *mr_true;
 static struct fi_ops_rma rma_ops, *rma_true;
 static struct fi_ops_cq cq_ops, *cq_true;
 
-/* The count comes before the call: a post without a context can leave the thread with GPU 0's. */
-static void posted(void) { atomic_fetch_add(&posts[row()], 1); }
+/* Looked at before the call: a post without a context can leave the thread with GPU 0's. Counted if it was taken: NIXL
+ * tries again as long as the answer is FI_EAGAIN. */
+static ssize_t posted(int row, ssize_t result)
+{
+	if (!result)
+		atomic_fetch_add(&posts[row], 1);
+	return result;
+}
 
 static ssize_t my_write_data(struct fid_ep *e, const void *b, size_t n, void *d, uint64_t data, fi_addr_t to, uint64_t at,
 			     uint64_t key, void *context)
 {
-	posted();
-	return rma_true->writedata(e, b, n, d, data, to, at, key, context);
+	int r = row();
+	return posted(r, rma_true->writedata(e, b, n, d, data, to, at, key, context));
 }
 static ssize_t my_write_msg(struct fid_ep *e, const struct fi_msg_rma *m, uint64_t flags)
 {
-	posted();
-	return rma_true->writemsg(e, m, flags & ~FI_MORE);
+	int r = row();
+	return posted(r, rma_true->writemsg(e, m, flags & ~FI_MORE));
 }
 static ssize_t my_read(struct fid_ep *e, void *b, size_t n, void *d, fi_addr_t from, uint64_t at, uint64_t key, void *context)
 {
-	posted();
-	return rma_true->read(e, b, n, d, from, at, key, context);
+	int r = row();
+	return posted(r, rma_true->read(e, b, n, d, from, at, key, context));
 }
 static ssize_t my_read_msg(struct fid_ep *e, const struct fi_msg_rma *m, uint64_t flags)
 {
-	posted();
-	return rma_true->readmsg(e, m, flags & ~FI_MORE);
+	int r = row();
+	return posted(r, rma_true->readmsg(e, m, flags & ~FI_MORE));
 }
 
 static ssize_t my_cq_read(struct fid_cq *cq, void *buffer, size_t n)

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """How fast, and by which path, a thread that set no device moves GPU memory to another process.
 
-Each case is BYTES/COUNT: that many bytes in that many descriptors of equal size. Bytes are compared after each transfer.
+Each case is BYTES/COUNT: that many bytes in that many descriptors of equal size. The sums of all bytes on both sides
+are compared after each transfer.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import threading
 import time
 from multiprocessing.connection import Connection
@@ -23,7 +25,14 @@ def checksum(buffer: Any) -> int:
     return int(buffer[:whole].view(torch.int64).sum()) + int(buffer[whole:].to(torch.int64).sum())
 
 
+def set_allocator(role: str, a: dict[str, Any]) -> None:
+    """PyTorch reads this once, when it allocates for the first time."""
+    if a["expandable"] in (role, "both"):
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+
+
 def receiver(pipe: Connection, a: dict[str, Any]) -> dict[str, Any]:
+    set_allocator("receiver", a)
     import torch
 
     torch.cuda.set_device(a["dst"])
@@ -42,6 +51,7 @@ def receiver(pipe: Connection, a: dict[str, Any]) -> dict[str, Any]:
 
 
 def sender(pipe: Connection, a: dict[str, Any]) -> dict[str, Any]:
+    set_allocator("sender", a)
     import torch
 
     torch.cuda.set_device(a["src"])
@@ -110,6 +120,12 @@ def main() -> None:
     parser.add_argument("--backend", default="LIBFABRIC")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cases", type=case, nargs="+", default=[case("2147483648/8"), case("254803968/321")])
+    parser.add_argument(
+        "--expandable",
+        choices=["none", "sender", "receiver", "both"],
+        default="none",
+        help="whose memory is made of expandable segments, which no CUDA IPC can export",
+    )
     parser.add_argument("--reference", action="store_true")
     parser.add_argument("--limit", type=float, default=150, help="seconds")
     a = vars(parser.parse_args())

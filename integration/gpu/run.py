@@ -3,9 +3,9 @@
 
     python integration/gpu/run.py --pair DIR_OF_NIXL:DIR_OF_LIBFABRIC … --out results.json
 
-DIR_OF_NIXL holds the package nixl_cu13 (or nixl_cu12) and its libraries, DIR_OF_LIBFABRIC libfabric.so.1 (itself or in lib/) and
-include/. Further library folders: --libraries. Needs two NVIDIA GPUs with peer access, torch, pynvml and a C compiler.
-"Without" is the same program with CTXFIX_DISABLE=1.
+DIR_OF_NIXL holds the package nixl_cu13 (or nixl_cu12) and its libraries, DIR_OF_LIBFABRIC libfabric.so.1 (itself or in
+lib/) and include/. Further library folders: --libraries. Needs two NVIDIA GPUs with peer access, torch, pynvml and a C
+compiler. "Without" is the same program with CTXFIX_DISABLE=1.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def version_of(nixl: Path) -> str:
 
 def build_fabric(libfabric: Path, folder: Path) -> Path:
     target = folder / f"fabric-{libfabric.name}.so"
-    include = next((d / "include" for d in (libfabric, libfabric.parent) if (d / "include" / "rdma").is_dir()))
+    include = next(d / "include" for d in (libfabric, libfabric.parent) if (d / "include" / "rdma").is_dir())
     command = ["cc", "-std=gnu11", "-O2", "-fPIC", "-shared", f"-I{include}", str(HERE / "fabric.c")]
     subprocess.run([*command, "-o", str(target), "-ldl"], check=True)
     return target
@@ -64,6 +64,15 @@ def merged(counts: list[Path]) -> dict[str, dict[str, int]]:
                 of = total.setdefault(name, {})
                 of[device] = of.get(device, 0) + number
     return total
+
+
+def reference(src: int, dst: int) -> dict[str, Any]:
+    """A plain torch copy of the largest case, in a process without ctxfix."""
+    command = [sys.executable, str(HERE / "path.py"), "--reference", "--src", str(src), "--dst", str(dst)]
+    environment = {**os.environ, "CTXFIX_DISABLE": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    line = next((text for text in done.stdout.splitlines() if text.startswith("RESULT ")), None)
+    return dict(json.loads(line[7:])) if line else {"error": done.stderr[-2000:]}
 
 
 class Bench:
@@ -94,14 +103,16 @@ class Bench:
             environment["CTXFIX_DISABLE"] = "1"
         return environment
 
-    def run(self, program: str, ctxfix: bool, *arguments: str, limit_s: float) -> dict[str, Any]:
+    def run(
+        self, program: str, ctxfix: bool, *arguments: str, limit_s: float, variables: dict[str, str] | None = None
+    ) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(dir=self.folder) as counts:
             launcher = shlex.split(self.a.launcher) if ctxfix else []
             command = [sys.executable, str(HERE / program), *arguments, "--limit", str(limit_s)]
             try:
                 done = subprocess.run(
                     [*launcher, *command],
-                    env=self.environment(ctxfix, Path(counts) / "counts"),
+                    env={**self.environment(ctxfix, Path(counts) / "counts"), **(variables or {})},
                     capture_output=True,
                     text=True,
                     timeout=limit_s + 60,
@@ -201,13 +212,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         benches = [Bench(pair, a, Path(folder)) for pair in a.pair]
         for route in a.routes if "path" in a.programs else ():
-            src, dst = route.split(":")
-            command = [sys.executable, str(HERE / "path.py"), "--reference", "--src", src, "--dst", dst]
-            environment = {**os.environ, "CTXFIX_DISABLE": "1"}
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
-            line = next((text for text in done.stdout.splitlines() if text.startswith("RESULT ")), "RESULT {}")
-            reference = {**json.loads(line[7:]), "program": "reference", "route": route}
-            keep(reference, [f"plain torch copy {route}: {reference.get('reference_ms', float('nan')):.2f} ms"])
+            src, dst = map(int, route.split(":"))
+            plain = {**reference(src, dst), "program": "reference", "route": route}
+            keep(plain, [f"plain torch copy {route}: {plain.get('reference_ms', float('nan')):.2f} ms"])
         for bench in benches:
             for route in a.routes:
                 src, dst = route.split(":")

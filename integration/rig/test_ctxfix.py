@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same program on the same NIXL with ctxfix installed: activation is the start-up file's, the program knows nothing."""
+"""The same program and NIXL with ctxfix installed: the start-up file activates it, the program knows nothing of it."""
 
 from __future__ import annotations
 

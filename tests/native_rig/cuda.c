@@ -32,7 +32,9 @@ void *stub_context(int device)
 	}
 	return &contexts[device];
 }
-void stub_destroy(int device) { contexts[device].destroyed = 1; }
+/* A true driver takes a destroyed context, and the process dies later. */
+int stub_dead_uses;
+void stub_destroy(int device) { contexts[device].destroyed = 1; contexts[device].active = 0; }
 int stub_current(void) { return current() ? current()->device : -1; }
 int stub_depth(void) { return depth; }
 
@@ -66,7 +68,7 @@ int cuCtxGetCurrent(void **c) { *c = current(); return 0; }
 int cuCtxSetCurrent(void *c)
 {
 	if (c && ((struct context *)c)->destroyed)
-		return 709;
+		stub_dead_uses++;
 	depth = c ? (depth ? depth : 1) : 0;
 	if (c)
 		stack[depth - 1] = c;
@@ -75,7 +77,7 @@ int cuCtxSetCurrent(void *c)
 int cuCtxPushCurrent_v2(void *c)
 {
 	if (((struct context *)c)->destroyed)
-		return 709;
+		stub_dead_uses++;
 	stack[depth++] = c;
 	return 0;
 }
@@ -93,11 +95,13 @@ int cuCtxGetDevice(int *d)
 	*d = current()->device;
 	return 0;
 }
-int cuCtxGetId(void *c, unsigned long long *id) { *id = ((struct context *)c)->id; return 0; }
+int cuCtxGetId(void *c, unsigned long long *id) { *id = ((struct context *)c)->id; return ((struct context *)c)->destroyed ? 709 : 0; }
 int cuDeviceGetCount(int *n) { *n = 8; return 0; }
 int cuDevicePrimaryCtxGetState(int d, unsigned *f, int *active) { *f = 0; *active = contexts[d].active; return 0; }
 int cuDevicePrimaryCtxRetain(void **c, int d) { *c = stub_context(d); return 0; }
 int cuDevicePrimaryCtxRelease_v2(int d) { (void)d; return 0; }
+int cuCtxCreate_v2(void **c, unsigned flags, int device) { (void)flags, (void)device; return cuCtxPushCurrent_v2(*c = stub_context(7)); }
+int cuCtxDestroy_v2(void *c) { return current() == c ? cuCtxPopCurrent_v2(&c) : 1; }
 int cuPointerGetAttribute(void *out, int attribute, ptr p)
 {
 	struct memory *m = find(p);

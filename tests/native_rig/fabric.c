@@ -13,7 +13,7 @@ typedef struct { char bytes[64]; } handle;
 	_(cudaMemcpy, (void *, const void *, size_t, int)) _(cudaHostRegister, (void *, size_t, unsigned))            \
 	_(cudaDeviceSynchronize, (void)) _(cudaMemcpyAsync, (void *, const void *, size_t, int, void *))              \
 	_(cuStreamCreate, (void **, unsigned)) _(cuEventCreate, (void **, unsigned)) _(cuEventRecord, (void *, void *)) \
-	_(cuEventQuery, (void *)) _(cuStreamDestroy_v2, (void *)) _(cuEventDestroy_v2, (void *))
+	_(cuCtxCreate_v2, (void **, unsigned, int)) _(cuCtxDestroy_v2, (void *)) _(cuEventQuery, (void *)) _(cuStreamDestroy_v2, (void *)) _(cuEventDestroy_v2, (void *))
 #define DECLARE(name, args) int name args;
 #define FIELD(name, args) int (*name) args;
 CALLS(DECLARE)
@@ -53,6 +53,13 @@ int lf_start(void *to, const void *from, size_t n, void *s, void *e)
 }
 int lf_query(void *e) { return ops.cuEventQuery(e); }
 int lf_destroy(void *s, void *e) { return ops.cuStreamDestroy_v2(s) | ops.cuEventDestroy_v2(e); }
+int lf_probe(void)
+{
+	void *context;
+	int r = ops.cuCtxCreate_v2(&context, 0, 0), (*current)(void) = (int (*)(void))dlsym(RTLD_DEFAULT, "stub_current");
+	int device = current ? current() : -1;
+	return r || ops.cuCtxDestroy_v2(context) ? -2 : device;
+}
 /* Memory hooks ask for the next definition after this object: the answer depends on who asks. */
 int which_malloc(void) { return 1; }
 void *lf_next(void) { return dlsym(RTLD_NEXT, "which_malloc"); }
