@@ -33,11 +33,17 @@ except (ImportError, RuntimeError):
     for _name in ("nms", "qnms"):
         _operators.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
-import sglang
-import sglang.srt.disaggregation.common.conn as common
-import sglang.srt.disaggregation.nixl.conn as nixl
-from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
-from sglang.srt.disaggregation.utils import DisaggregationMode
+# SGLang's kernels are no part of this: it is imported as on a machine without a GPU, where it does without them.
+_cuda, _is_available = torch.version.cuda, torch.cuda.is_available
+torch.version.cuda, torch.cuda.is_available = None, lambda: False
+try:
+    import sglang
+    import sglang.srt.disaggregation.common.conn as common
+    import sglang.srt.disaggregation.nixl.conn as nixl
+    from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
+    from sglang.srt.disaggregation.utils import DisaggregationMode
+finally:
+    torch.version.cuda, torch.cuda.is_available = _cuda, _is_available
 
 #: From some release on SGLang publishes its configuration and its ranks in one place.
 PUBLISHES = hasattr(common, "get_parallel")

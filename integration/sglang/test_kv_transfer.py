@@ -71,6 +71,8 @@ def test_with_ctxfix_every_post_is_right(environment: Environments, sglang: str,
     outcome = run(environment, sglang, active=True)
     assert outcome.gpu_posts(f"prefill-{rank}") == {("transfer_worker", rank, rank, "right")}, outcome.log
     assert {verdict for *_, verdict in outcome.seen("register", f"prefill-{rank}")} == {"right"}
+    for end in ("prefill", "decode"):
+        assert outcome.result["ranks"][f"{end}-{rank}"]["contexts"] == [rank]  # none of ours, on no other GPU
 
 
 @pytest.mark.skipif(not ctxfix.native.available(), reason=f"the native part is not built: {ctxfix.native.reason()}")
