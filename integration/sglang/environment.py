@@ -124,7 +124,8 @@ class Environment:
         log = runs / f"sglang-{self.sglang}-{name}-{os.getpid()}.log"
         posts = log.with_suffix(".jsonl")
         posts.unlink(missing_ok=True)
-        command = [sys.executable, str(HERE / "kv_transfer.py"), "--deadline", str(deadline), *options]
+        command = [sys.executable, str(HERE / "kv_transfer.py"), "--deadline", str(deadline)]
+        command += ["--start-method", "forkserver", *options]
         with log.open("w") as out:
             env = self.env(posts=posts, paths=paths, **extra)
             process = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)

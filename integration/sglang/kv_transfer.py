@@ -252,11 +252,13 @@ class Processes:
     """The ranks' processes and the bootstrap server's. Whoever is not done by the deadline is killed."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        # SGLang is imported once, in the server that the ranks are forked from before there is CUDA or a thread. That
-        # server looks for modules where its environment says, and nowhere else, before Python 3.13.
+        # As in SGLang, each process imports it anew ("spawn"), or, to save time on the rig, it is imported once, in the
+        # server that the ranks are forked from ("forkserver"): that goes only where importing it does not start CUDA.
+        # Before Python 3.13 that server looks for modules where its environment says, and nowhere else.
         os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["managers"])
+        self._context = multiprocessing.get_context(options.start_method)
+        if options.start_method == "forkserver":
+            self._context.set_forkserver_preload(["managers"])
         self._options = options
         self._deadline = time.monotonic() + options.deadline
         self._port = free_port()
@@ -338,6 +340,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=2, help="that follow one another")
     parser.add_argument("--poll", type=float, default=0.0005, help="seconds between looks at a request")
     parser.add_argument("--set-device", action="store_true", help="with the article's line in transfer_worker")
+    parser.add_argument("--start-method", choices=("spawn", "forkserver"), default="spawn")
     parser.add_argument("--logs", help="folder for each process's stderr")
     parser.add_argument("--deadline", type=float, default=90, help="seconds until all are killed")
     options = parser.parse_args(arguments)

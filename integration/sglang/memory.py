@@ -67,7 +67,7 @@ class RigMemory:
 
         choose_device(gpu)
         torch.cuda.set_device = choose_device
-        torch.version.cuda = "12.9"  # by which the package nixl chooses among its builds
+        torch.version.cuda = torch.version.cuda or "12.9"  # by which the package nixl chooses among its builds
         self.gpu, self.slots = gpu, slots
         self._layers = [GpuMemory(gpu, slots * SLOT_BYTES) for _ in range(layers)]
         for number, layer in enumerate(self._layers):
