@@ -36,6 +36,7 @@ lint: $(VENV)/ready
 bench: $(VENV)/ready
 	$(BIN)/python benchmarks/post.py
 	$(BIN)/python benchmarks/startup.py
+	$(BIN)/python benchmarks/recording.py
 
 clean:
 	rm -rf .venv* .rig build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

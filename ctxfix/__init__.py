@@ -3,6 +3,9 @@
 
 Importing the package activates it: one import finder is installed, which patches a host (NIXL, …) when the
 program imports it. Nothing else is loaded before that; the names below resolve on first use.
+
+PYTEST_DONT_REWRITE: we have a pytest plugin, and the start-up file imports us before pytest could rewrite our asserts;
+it would warn of that in every run.
 """
 
 import sys

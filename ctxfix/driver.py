@@ -246,12 +246,37 @@ def primary_context(device: int) -> int:
 
 def primary_contexts() -> list[int]:
     """The primary contexts that exist in this process, by device ordinal."""
+    return [context for context in map(primary_context, range(_device_count())) if context]
+
+
+def active_devices() -> list[int]:
+    """The ordinals of the devices whose primary context exists in this process."""
+    return [device for device in range(_device_count()) if primary_context(device)]
+
+
+def device_names() -> dict[int, dict[str, str]]:
+    """By ordinal, what identifies a device for every process and tool: its UUID (as NVML writes it) and PCI address."""
+    return {device: {"uuid": _uuid(device), "pci": _pci(device)} for device in range(_device_count())}
+
+
+def _device_count() -> int:
     if not initialized():
-        return []
+        return 0
     error, devices = _api.cuDeviceGetCount()
+    return 0 if error else int(devices)
+
+
+def _uuid(device: int) -> str:
+    error, uuid = _api.cuDeviceGetUuid(device)
     if error:
-        return []
-    return [context for context in map(primary_context, range(devices)) if context]
+        return ""
+    digits = bytes(uuid.bytes)[:16].hex()
+    return "GPU-" + "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
+
+
+def _pci(device: int) -> str:
+    error, address = _api.cuDeviceGetPCIBusId(32, device)
+    return "" if error else bytes(address).split(b"\0")[0].decode()
 
 
 def _error(call: str, code: int, about: str) -> DriverError:

@@ -3,7 +3,7 @@
 
 libfabric 2.4.0 to 2.6.0 copy between GPUs with cudaMemcpy, which returns before the copy has ended, and complete the
 transfer on both sides: a reader on another stream sees old bytes, and a sender that uses its buffer again tears them
-(16 of 20 transfers each, NIXL 1.4.0, libfabric 2.4.0, H200, driver 580; benchmarks/results/gpu-stale.json). Where the
+(32 of 40 transfers each, NIXL 1.4.0, libfabric 2.4.0, H200, driver 580; benchmarks/results/gpu-stale.json). Where the
 extension makes those copies, it waits for their end. Elsewhere CU_POINTER_ATTRIBUTE_SYNC_MEMOPS on the target's memory
 does it; that has a price for the application, whose own copies of that memory become synchronous too, so it is the
 second choice.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import os
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -439,6 +440,18 @@ def test_a_prepared_list_is_forgotten_with_its_handle(host: Nixl, cuda: FakeCuda
         assert nixl._prepared == {}
 
 
+def test_after_a_transfer_of_gpu_memory_we_look_for_stray_contexts(host: Nixl, cuda: FakeCuda, monkeypatch) -> None:
+    looked: list[int] = []
+    monkeypatch.setattr(nixl.footprint, "check", lambda: looked.append(1))
+    agent, address = host.agent(), cuda.alloc(1)
+    agent.initialize_xfer("WRITE", DList(DRAM, [(0x10000, 64, 0)]), None, "peer").release()
+    assert not looked
+    handle = agent.initialize_xfer("WRITE", one(address), None, "peer")
+    handle.release()
+    handle.release()
+    assert looked == [1]
+
+
 def test_a_dead_agents_registrations_are_forgotten(host: Nixl, cuda: FakeCuda) -> None:
     agent = host.agent()
     agent.register_memory([(cuda.alloc(1), MIB, 1, "")], "VRAM")
@@ -451,9 +464,27 @@ def test_a_dead_agents_registrations_are_forgotten(host: Nixl, cuda: FakeCuda) -
 def test_a_handle_made_before_we_came_is_bound_by_what_is_known(host: Nixl, cuda: FakeCuda) -> None:
     agent = host.agent()
     agent.register_memory([(cuda.alloc(1), MIB, 1, "")], "VRAM")
-    agent.transfer(host.module.nixl_xfer_handle(agent, 4711))
-    assert host.context_of("transfer") == cuda.contexts[1]
+    handle = host.module.nixl_xfer_handle(agent, 4711)
+    agent.transfer(handle)
+    agent.check_xfer_state(handle)
+    assert host.context_of("transfer") == host.context_of("check_xfer_state") == cuda.contexts[1]
     assert host.counted_since("posts") == host.counted_since("unknown_owners") == 1
+
+
+def test_a_forked_child_calls_through_and_touches_no_cuda(host: Nixl, cuda: FakeCuda) -> None:
+    agent, address = host.agent(), cuda.alloc(1)
+    agent.register_memory([(address, MIB, 1, "")], "VRAM")
+    handle = agent.initialize_xfer("WRITE", one(address), None, "peer")
+    failures = host.counted_since("hook_failures")
+    pid = os.fork()
+    if pid == 0:
+        cuda.current = lambda: 0  # the stand-in asks for the context itself
+        calls = cuda.calls()
+        fine = agent.transfer(handle) == "PROC" and agent.check_xfer_state(handle) == "DONE"
+        fine = fine and agent.get_new_notifs() == {} and cuda.calls() == calls
+        os._exit(0 if fine and counters.snapshot()["hook_failures"] == 0 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert host.counted_since("hook_failures") == failures
 
 
 def test_memory_registered_before_we_came_is_bound_by_what_the_driver_says(host: Nixl, cuda: FakeCuda) -> None:

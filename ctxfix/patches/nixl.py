@@ -9,14 +9,17 @@ are plain functions, because a wrapt call costs 0.6 to 0.8 µs, more than everyt
 from __future__ import annotations
 
 import functools
+import os
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib import import_module
 from types import ModuleType, TracebackType
 from typing import Any, NamedTuple
 
 import wrapt
 
-from ctxfix import affinity, counters, driver, guard, whole_data
+from ctxfix import affinity, counters, driver, footprint, guard, settings, whole_data
 from ctxfix.driver import Owner
 from ctxfix.errors import DriverError, PatchError
 from ctxfix.native import agents
@@ -170,7 +173,9 @@ def _enter(memory: _Memory) -> int | None:
 
 
 def _enter_poll_of_transfer(agent: Any, handle: Any, *_: Any, **__: Any) -> int | None:
-    memory = _transfers.get(handle._handle)
+    memory = _transfers.get(handle._handle, _UNKNOWN)
+    if memory is _UNKNOWN:
+        return _enter_poll(agent)
     return _enter(memory) if memory is not None else None
 
 
@@ -468,11 +473,15 @@ def _releasing(where: str, known: dict[int, Any], context_of: Callable[[int], in
         with _Held(where, lambda: context_of(key)):
             memory = _UNKNOWN if handle._released else known.pop(key, _UNKNOWN)
             try:
-                return wrapped(*args, **kwargs)
+                result = wrapped(*args, **kwargs)
             except BaseException:
                 if memory is not _UNKNOWN:  # still active: NIXL keeps the handle
                     known[key] = memory
                 raise
+        with _Noting(where):
+            if isinstance(memory, _Memory):  # a transfer of GPU memory is through: what did it leave behind?
+                footprint.check()
+        return result
 
     return release
 
@@ -529,6 +538,9 @@ def apply(module: ModuleType) -> None:
         return
     driver.attach()
     agents.install()
+    if settings.current().record is not None or "ctxfix.evidence.recorder" in sys.modules:
+        # Under our own hooks, so that what is recorded is what NIXL finds.
+        import_module("ctxfix.evidence.recorder").attach(module)
     hooks: list[tuple[type, str, Callable[[Hook], Hook]]] = [
         (agent, name, functools.partial(_wrapt, hook)) for name, hook in _set_up_hooks(vram).items()
     ]
@@ -581,6 +593,8 @@ def remove() -> None:
             else:
                 stuck.append(f"{name}.{patch.owner.__name__}.{patch.name}")
         del _applied[name]
+        if "ctxfix.evidence.posts" in sys.modules:
+            sys.modules["ctxfix.evidence.posts"].unwatch(name)
     _transfers.clear()
     _prepared.clear()
     if stuck:
@@ -588,6 +602,18 @@ def remove() -> None:
             f"somebody wrapped {', '.join(stuck)} after ctxfix, so it cannot be taken out from under: remove the other "
             "wrapper first. Everything else is undone"
         )
+
+
+def _after_fork() -> None:
+    # The parent's GPU memory is not the child's: nothing that was learnt about it holds.
+    global _nixl_switches
+    _transfers.clear()
+    _prepared.clear()
+    _watched.clear()
+    _nixl_switches = False
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def status() -> dict[str, dict[str, list[str]]]:

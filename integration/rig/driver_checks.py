@@ -160,8 +160,9 @@ PINNED: dict[str, dict[str, Fact]] = {
         "destroy again": DESTROYED,
     },
     # The driver accepts a dead context, and the process dies of it later.
-    "dead_context_thread_ends": {"set": 0, "exit code": -6},
-    "dead_context_replaced": {"set": 0, "exit code": -11},
+    # How such a process ends is chance: one run died of it (SIGABRT), another did not.
+    "dead_context_thread_ends": {"set": 0},
+    "dead_context_replaced": {"set": 0},
     "dead_context_unset": {"set": 0},
     "dead_context_pushed": {"push": 0},
     "nonsense_handle": {"set a handle that never was": 0},
