@@ -22,6 +22,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.sglang)
+            item.add_marker(pytest.mark.timeout(900))  # any may be the first, and install all that is needed
 
 
 @pytest.fixture(scope="session")

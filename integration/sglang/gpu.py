@@ -93,6 +93,7 @@ class Bench:
             command += ["--memory", options.memory, "--layers", str(options.layers), "--tokens", str(options.tokens)]
             command += ["--runs", str(options.runs), "--rate", str(options.rate), "--seconds", str(options.seconds)]
             command += ["--requests", str(options.requests), "--poll", "0.0001", "--deadline", str(options.limit)]
+            command += ["--start-method", options.start_method]
             if options.decode_gpus:
                 command += ["--decode-gpus", options.decode_gpus]
             launcher = shlex.split(options.launcher) if ctxfix else []
@@ -160,6 +161,7 @@ def main() -> None:
     parser.add_argument("--launcher", default="", help="put before the program in runs with ctxfix: 'ctxfix run --'")
     parser.add_argument("--decode-gpus", default="", help="GPU of each decode rank: 1,0 crosses them")
     parser.add_argument("--memory", choices=("torch", "rig"), default="torch")
+    parser.add_argument("--start-method", choices=("spawn", "forkserver"), default="spawn")
     parser.add_argument("--layers", type=int, default=27)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--runs", type=int, default=12, help="of neighbouring slots; 12 make about the article's posts")

@@ -32,7 +32,6 @@ def run(environment: Environments, sglang: str, active: bool) -> Outcome:
     return runs[sglang, active]
 
 
-@pytest.mark.timeout(900)  # it may install all that is needed
 @pytest.mark.parametrize("active", [False, True], ids=["disabled", "active"])
 @pytest.mark.parametrize("sglang", [OLD, NEW])
 def test_every_request_is_served_with_the_right_bytes(environment: Environments, sglang: str, active: bool) -> None:
