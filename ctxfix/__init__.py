@@ -15,7 +15,7 @@ from ctxfix import _startup
 TYPE_CHECKING = False  # `typing` is not loaded at interpreter start; type checkers know the bare name
 if TYPE_CHECKING:
     from ctxfix._status import status
-    from ctxfix.activation import activate, deactivate, patch_nixl, unpatch_nixl
+    from ctxfix.activation import activate, deactivate, patch_nixl, patch_sglang, unpatch_nixl, unpatch_sglang
     from ctxfix.affinity import bound
     from ctxfix.counters import snapshot as stats
     from ctxfix.errors import CtxfixError, DriverError, PatchError, SettingsError, UnknownOwnerError
@@ -34,9 +34,11 @@ __all__ = [
     "deactivate",
     "native_threads",
     "patch_nixl",
+    "patch_sglang",
     "stats",
     "status",
     "unpatch_nixl",
+    "unpatch_sglang",
 ]
 
 _HOMES = {
@@ -50,9 +52,11 @@ _HOMES = {
     "deactivate": ("ctxfix.activation", "deactivate"),
     "native_threads": ("ctxfix.native.agents", "native_threads"),
     "patch_nixl": ("ctxfix.activation", "patch_nixl"),
+    "patch_sglang": ("ctxfix.activation", "patch_sglang"),
     "stats": ("ctxfix.counters", "snapshot"),
     "status": ("ctxfix._status", "status"),
     "unpatch_nixl": ("ctxfix.activation", "unpatch_nixl"),
+    "unpatch_sglang": ("ctxfix.activation", "unpatch_sglang"),
 }
 
 

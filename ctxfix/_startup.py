@@ -22,6 +22,9 @@ TARGETS = {
     "nixl_cu12._api": "ctxfix.patches.nixl",
     "nixl_cu13._api": "ctxfix.patches.nixl",
     "nixl_rocm._api": "ctxfix.patches.nixl",
+    "sglang.srt.disaggregation.mooncake.conn": "ctxfix.patches.sglang",
+    "sglang.srt.disaggregation.mori.conn": "ctxfix.patches.sglang",
+    "sglang.srt.disaggregation.nixl.conn": "ctxfix.patches.sglang",
 }
 
 YES = ("1", "true", "yes", "on")

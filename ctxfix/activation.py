@@ -8,6 +8,7 @@ from ctxfix import _startup
 from ctxfix.errors import PatchError
 
 _NIXL = "ctxfix.patches.nixl"
+_SGLANG = "ctxfix.patches.sglang"
 
 
 def activate() -> bool:
@@ -63,6 +64,22 @@ def unpatch_nixl() -> dict[str, str]:
     Returns for each of NIXL's modules "not patched". Raises PatchError if somebody wrapped NIXL after us.
     """
     return _unpatch(_NIXL)
+
+
+def patch_sglang() -> dict[str, str]:
+    """Patch SGLang's KV managers wherever they are imported, now or later. Idempotent.
+
+    NIXL's hooks are apart: ``patch_nixl()``. Returns and raises as ``patch_nixl()`` does, for SGLang's modules.
+    """
+    return _patch(_SGLANG)
+
+
+def unpatch_sglang() -> dict[str, str]:
+    """Take the patches of SGLang's KV managers off and leave later imports alone. Idempotent.
+
+    Threads that run already stay bound. Returns and raises as ``unpatch_nixl()`` does, for SGLang's modules.
+    """
+    return _unpatch(_SGLANG)
 
 
 def _patch(patch: str) -> dict[str, str]:

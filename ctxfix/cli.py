@@ -69,6 +69,8 @@ def _print_status(report: dict[str, Any]) -> None:
         "patched": "green",
         "found": "green",
         "off": "yellow",
+        "left out": "yellow",
+        "absent": "yellow",
         "failed": "red",
         "bad": "red",
     }
@@ -89,6 +91,8 @@ def _print_status(report: dict[str, Any]) -> None:
     for name, target in report["targets"].items():
         version = f"version {target['version']}" if target["version"] else ""
         row(name, target["state"], "; ".join(filter(None, (version, target["reason"]))))
+    plugin = report["sglang_plugin"]
+    row("SGLang plugin", plugin["state"], plugin["reason"])
     row("Python threads", "on" if report["threads"]["installed"] else "waiting", report["threads"]["reason"])
     row("native part", "on" if report["native"]["available"] else "off", report["native"]["reason"])
     for name, version in report["libraries"].items():

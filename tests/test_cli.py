@@ -174,6 +174,7 @@ def test_status_as_json() -> None:
         "start_files",
         "started_by",
         "targets",
+        "sglang_plugin",
         "threads",
         "native",
         "libraries",
@@ -183,7 +184,8 @@ def test_status_as_json() -> None:
     ]
     assert (done.returncode, report["version"], report["active"]) == (0, ctxfix.__version__, True)
     assert report["python"]["executable"] == sys.executable
-    assert set(report["targets"]) == {"nixl_cu12._api", "nixl_cu13._api", "nixl_rocm._api"}
+    sglang = {f"sglang.srt.disaggregation.{backend}.conn" for backend in ("mooncake", "mori", "nixl")}
+    assert set(report["targets"]) == {"nixl_cu12._api", "nixl_cu13._api", "nixl_rocm._api", *sglang}
     assert report["settings"]["problems"] == []
 
 
@@ -243,6 +245,7 @@ def test_status_text_tells_all(capsys: pytest.CaptureFixture[str]) -> None:
         report["reason"],
         sys.executable,
         *report["targets"],
+        "SGLang plugin",
         "Python threads",
         "native part",
         "wrapt",
