@@ -327,6 +327,27 @@ def test_a_strided_list_is_read_by_block(host: Nixl, cuda: FakeCuda) -> None:
     assert host.context_of("transfer") == cuda.contexts[1]
 
 
+def test_a_prepared_list_of_a_whole_pool_is_not_read_through(host: Nixl, cuda: FakeCuda) -> None:
+    """SGLang 0.5.23 prepares millions of descriptors at once: reading them in Python stalled it for 12 s."""
+    agent, address = host.agent(), cuda.alloc(1)
+    agent.register_memory([(address, MIB, 1, "")], "VRAM")
+
+    class Counting(DList):
+        read = 0
+
+        def __getitem__(self, i: int) -> tuple[int, int, int]:
+            Counting.read += 1
+            return super().__getitem__(i)
+
+    pool = Counting(VRAM, [(address + i, 1, 1) for i in range(10_000)])
+    side = agent.prep_xfer_dlist("NIXL_INIT_AGENT", pool)
+    assert Counting.read <= 3
+    for indices in ([9_999, 3], [], np.array([], dtype=np.int32)):
+        agent.transfer(agent.make_prepped_xfer("WRITE", side, indices, None, indices))
+        assert host.context_of("transfer") == cuda.contexts[1]
+    assert host.counted_since("hook_failures") == 0
+
+
 def test_the_remote_side_of_a_prepared_transfer_is_not_looked_at(host: Nixl, cuda: FakeCuda) -> None:
     host.agent().prep_xfer_dlist("peer", [(0xDEAD0000, 64, 3)], "VRAM")
     assert host.counted_since("unknown_owners") == 0 and nixl._prepared == {}
