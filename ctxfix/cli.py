@@ -181,6 +181,9 @@ def _declare_verify(commands: "Commands") -> None:
     parser.add_argument("--cross", action="store_true", help="each decode rank on the GPU of the next prefill rank")
     parser.add_argument("--without", action="store_true", help="with ctxfix off: what the path is as shipped")
     parser.add_argument("--compare", action="store_true", help="first without, then with ctxfix")
+    parser.add_argument(
+        "--without-cupti", action="store_true", help="do not ask the GPU for its own account, which costs a little time"
+    )
     parser.add_argument("--record", metavar="DIR", help="keep the records there (default: a temporary folder)")
     parser.add_argument("--timeout", type=float, default=300, metavar="S", help="for one run (default 300)")
     _declare_outputs(parser)

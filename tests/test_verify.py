@@ -73,7 +73,8 @@ def test_what_the_shell_filters_does_not_hide_libfabric_s_words() -> None:
 
 def options(**changes: Any) -> argparse.Namespace:
     given = {"tp": None, "backend": "LIBFABRIC", "size": 1 << 20, "tokens": 64, "repeat": 1, "module": "json"}
-    return argparse.Namespace(**{**given, "timeout": 60, "loopback": None, "cross": False, "record": None, **changes})
+    return argparse.Namespace(**{**given, "timeout": 60, "loopback": None, "cross": False, "record": None,
+                                 "without_cupti": False, **changes})  # fmt: skip
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ctxfix.errors import EvidenceError
-from ctxfix.evidence import fabric_calls, fabric_log, records
+from ctxfix.evidence import cupti, fabric_calls, fabric_log, records
 from ctxfix.evidence.fabric_calls import Calls
 from ctxfix.evidence.fabric_log import Said
 from ctxfix.evidence.identity import Identity
@@ -68,6 +68,7 @@ class Process:
     calls: Calls | None = None
     calls_ever: Calls | None = None
     calls_reason: str = "no counts were recorded"
+    witness: cupti.Seen | None = None  # None: nobody asked for a second witness
     said: Said = field(default_factory=Said)
     heard: Said = field(default_factory=Said)
     checks: list[Check] = field(default_factory=list)
@@ -139,6 +140,8 @@ def process_of(file: records.File) -> Process:
                 process.checks.append(_check(record))
             elif kind == "limit":
                 process.limits[int(record["device"])] = float(record["bytes_per_second"])
+            elif kind == "witness":
+                process.witness = cupti.from_record(record)
             elif kind == "post":
                 after_last += 1
         except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -76,6 +76,10 @@ class Recorder:
         """Record how fast this GPU copies within itself: the limit that transfers are measured against."""
         self.write({"kind": "limit", "device": device, "bytes_per_second": bytes_per_second}, essential=True)
 
+    def witness(self, seen: Mapping[str, Any]) -> None:
+        """Record what the GPU reported (see evidence.cupti); the last word counts."""
+        self.write({"kind": "witness", **seen}, essential=True)
+
     def counts(self) -> dict[str, Any]:
         """All counts of this process, now."""
         calls, why = fabric_calls.read()

@@ -66,6 +66,8 @@ class Gpu:
         self._host = ctypes.create_string_buffer(_CHUNK)
         self._stream: Any = None
         self.stream_problem = ""
+        #: Told of each copy that is made here: kind (see evidence.cupti) and bytes.
+        self.tell: Callable[[str, int], object] = lambda kind, size: None
 
     def make_current(self) -> None:
         """As an application's main thread does, once and for all."""
@@ -73,6 +75,11 @@ class Gpu:
 
     def _inside(self) -> _Inside:
         return _Inside(self.context)
+
+    def synchronize(self) -> None:
+        """Wait for all that this GPU was told to do."""
+        with self._inside():
+            call(cu.cuCtxSynchronize)
 
     def allocate(self, size: int) -> int:
         """Allocate zeroed memory; its address."""
@@ -88,6 +95,7 @@ class Gpu:
             for offset in range(0, size, _CHUNK):
                 n = min(_CHUNK, size - offset)
                 call(cu.cuMemcpyHtoD, address + offset, pattern.at(offset, transfer), n)
+                self.tell("htod", n)
             call(cu.cuCtxSynchronize)
 
     def same(self, address: int, size: int, pattern: Pattern, transfer: int, source: int) -> bool:
@@ -96,6 +104,7 @@ class Gpu:
             for offset in range(0, size, _CHUNK):
                 n = min(_CHUNK, size - offset)
                 call(cu.cuMemcpyDtoH, self._host, address + offset, n)
+                self.tell("dtoh", n)
                 if _libc.memcmp(self._host, pattern.at(source + offset, transfer), n):
                     return False
         return True
@@ -111,6 +120,7 @@ class Gpu:
                 else:
                     call(cu.cuMemcpyDtoHAsync, self._host, address, size, stream)
                     call(cu.cuStreamSynchronize, stream)
+                self.tell("dtoh", size)
                 result.append(self._host.raw[:size])
             return result
 
@@ -132,6 +142,7 @@ class Gpu:
                 call(cu.cuMemcpyDtoD, address + half, address, half)
                 call(cu.cuCtxSynchronize)
                 best = min(best, time.perf_counter() - started)
+                self.tell("dtod", half)
         return half / best
 
 

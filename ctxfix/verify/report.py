@@ -56,6 +56,10 @@ def _share(row: Row) -> str:
     return "–" if row.share is None else f"{row.share:.1%}" if row.share < 0.1 else f"{row.share:.0%}"
 
 
+def _witness(row: Row) -> list[str]:
+    return [row.witness] if row.witness else []
+
+
 def _cells(row: Row) -> list[str]:
     return [
         row.name,
@@ -99,6 +103,8 @@ def table(judgement: Judgement, title: str = "") -> RenderableType:
         parts.append(Text(f"{row.name}: {row.path.value}", _STYLES[row.path]))
         parts += [Text(f"  {reason}") for reason in [*(() if row.good else row.reasons), *row.notes]]
         parts += [Text(f"  ⇒ {cure}", "bold") for cure in row.advice]
+    # Each process speaks in several rows.
+    parts += [Text(words, "dim") for words in dict.fromkeys(row.witness for row in judgement.rows if row.witness)]
     parts += [Text(f"! {problem}", "yellow") for problem in judgement.problems]
     parts.append(Text(judgement.reason, "green" if judgement.code == 0 else "red"))
     return Group(*parts)
@@ -124,7 +130,7 @@ def junit(judgement: Judgement) -> str:
     for row in judgement.rows:
         seconds = f"{(row.mean_ms or 0) / 1000:.6f}"
         case = ET.SubElement(suite, "testcase", classname="ctxfix.path", name=_plain(row.name), time=seconds)
-        text = _plain("\n".join([*row.reasons, *row.notes, *(f"=> {cure}" for cure in row.advice)]))
+        text = _plain("\n".join([*row.reasons, *_witness(row), *row.notes, *(f"=> {cure}" for cure in row.advice)]))
         if row.good:
             ET.SubElement(case, "system-out").text = text
         else:
@@ -229,7 +235,7 @@ def _html_row(row: Row, numeric: set[str]) -> str:
 def _html_reasons(row: Row) -> str:
     e = html_module.escape
     lines = [f"<p><b>{e(row.name)}</b> – {row.path.value}</p>"]
-    lines += [f"<p>{e(reason)}</p>" for reason in [*row.reasons, *row.notes]]
+    lines += [f"<p>{e(reason)}</p>" for reason in [*row.reasons, *_witness(row), *row.notes]]
     lines += [f'<p class="cure">⇒ {e(cure)}</p>' for cure in row.advice]
     return f'<div class="why">{"".join(lines)}</div>'
 

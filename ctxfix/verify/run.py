@@ -51,6 +51,7 @@ class Plan:
     timeout: float
     loopback: str | None
     cross: bool
+    cupti: bool = True
 
     def gpu_of(self, role: str, rank: int) -> int:
         """A GPU for each process if there are enough; else decode shares its prefill's, or the next one's (cross)."""
@@ -112,6 +113,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
         timeout=options.timeout,
         loopback=os.path.abspath(options.loopback) if options.loopback else None,
         cross=options.cross,
+        cupti=not options.without_cupti,
     )
 
 
@@ -324,6 +326,7 @@ class Process:
                 "size": plan.size,
                 "tokens": plan.tokens,
                 "record": folder,
+                "cupti": plan.cupti,
                 "seed": number,
                 "peer_seed": number ^ 1,
             }

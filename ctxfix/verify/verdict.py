@@ -4,7 +4,8 @@
 A direction is one process that posts transfers and one whose memory they touch. Its path is CUDA_IPC only if everything
 that makes up a copy by CUDA IPC was counted, and nothing else: handles made by the poster, opened by its peer, as many
 device-to-device copies as handles, of exactly the bytes posted, no failure on either side, no byte through the host;
-and if the application compared every byte and read none too early. What is merely not contradicted is UNPROVEN.
+if the GPU's own account, where it gives one, names the same copies; and if the application compared every byte and read
+none too early. What is merely not contradicted is UNPROVEN.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ class Row:
     share: float | None = None
     compared: bool = False
     notes: list[str] = field(default_factory=list)
+    #: What the second witness, the GPU itself, has to say; "": nobody asked.
+    witness: str = ""
 
     @property
     def good(self) -> bool:
@@ -275,6 +278,10 @@ def _row(direction: _Direction, related: _Related, compared: bool) -> Row:
     if limit and total > 0 and row.bytes:
         row.share = row.bytes / (total / 1e9) / limit
     row.path, row.reasons = _path(direction, related)
+    row.witness = _witness(poster, peer)
+    for process in filter(None, (poster, peer)):
+        for why in _disagreements(process) if row.path in GOOD else ():
+            _doubt(row, why)
     for process in filter(None, (poster, peer)):
         if process.stray and process.memory:
             held = ", ".join(f"{size >> 20} MiB of {gpu}" for gpu, size in sorted(process.memory.items()))
@@ -293,6 +300,50 @@ def _row(direction: _Direction, related: _Related, compared: bool) -> Row:
         for why in _wrong(checks, direction, row.posts):
             _doubt(row, why)
     return row
+
+
+def _witness(poster: Process, peer: Process | None) -> str:
+    """What the second witness says of both ends."""
+    asked = [process for process in (poster, peer) if process is not None and process.witness is not None]
+    if not asked:
+        return ""
+    against = [why for process in asked for why in _disagreements(process)]
+    if against:
+        return "the second witness disagrees: " + "; ".join(against)
+    absent = [process for process in asked if process.witness and process.witness.reason]
+    silent = [process for process in asked if process.calls_ever is None]
+    if absent:
+        whys = {process.witness.reason for process in absent if process.witness}
+        where = "" if len(absent) == 2 else f" on one end ({absent[0].file})"
+        return f"no second witness{where}: {'; '.join(sorted(whys))}"
+    if silent or len(asked) < 2:
+        return "the second witness has no first one to agree with on one end"
+    told = [f"{p.witness.copies} copies of {p.witness.copied_bytes:,} bytes" for p in asked if p.witness]
+    return f"second witness: the GPUs themselves report {' and '.join(told)} between GPUs, as libfabric's calls say"
+
+
+def _disagreements(process: Process) -> list[str]:
+    """Where the GPU's own account differs from libfabric's calls: both since before libfabric was first used."""
+    seen, calls = process.witness, process.calls_ever
+    if seen is None or seen.reason or calls is None:
+        return []
+    result = []
+    if (seen.copies, seen.copied_bytes) != (calls.copies, calls.copied_bytes):
+        result.append(
+            f"{process.file}: the GPU (CUPTI) reports {seen.copies} copies of {seen.copied_bytes:,} bytes between "
+            f"GPUs, libfabric's calls are {calls.copies} of {calls.copied_bytes:,}"
+        )
+    for what, theirs, ours in (
+        ("to the host", seen.to_host_bytes, calls.to_host_bytes),
+        ("from the host", seen.from_host_bytes, calls.from_host_bytes),
+    ):
+        if theirs != ours:
+            result.append(
+                f"{process.file}: the GPU (CUPTI) reports {theirs:,} bytes {what}, libfabric's calls are of {ours:,}"
+            )
+    if seen.unclear:
+        result.append(f"{process.file}: the GPU (CUPTI) reports {seen.unclear} copies without saying from where")
+    return result
 
 
 def _failures(poster: Process, peer: Process | None) -> int:
@@ -444,6 +495,7 @@ def _ipc(direction: _Direction, related: _Related) -> tuple[Path, list[str]]:
         against += [f"{process.file}: {why}" for why in process.damage]
         if process.calls is None or process.calls_ever is None:
             against.append(f"{process.file}: {process.calls_reason}")
+        against += _disagreements(process)
     for poster in posters.values():
         calls, said = poster.calls or Calls(), poster.said.failures(fabric_log.POSTER_FAILURES)
         if calls.poster_failures or said:
@@ -553,6 +605,11 @@ def advice(row: Row) -> list[str]:
     if "compared" in text:
         result.append(
             "Use `ctxfix verify`, or declare your own comparison, or judge by counts alone: ctxfix report --unchecked."
+        )
+    if "(CUPTI)" in text:
+        result.append(
+            "Two witnesses disagree: something else copied in this process, or one of them is mistaken. Keep the "
+            "records (--record DIR) and report it; --without-cupti judges by libfabric's calls alone."
         )
     if "WRONG bytes" in text:
         result.append(

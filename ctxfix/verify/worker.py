@@ -22,7 +22,7 @@ from typing import Any
 
 from ctxfix import _startup, native
 from ctxfix.errors import VerifyError
-from ctxfix.evidence import identity, posts, recorder
+from ctxfix.evidence import cupti, identity, posts, recorder
 from ctxfix.verify import shapes
 from ctxfix.verify.gpu import Gpu, Pattern
 
@@ -46,9 +46,14 @@ class Worker:
         self.shapes = {shape.name: shape for shape in shapes.all_of(config["size"], config["tokens"])}
         self.gpu = Gpu(config["gpu"])
         self.gpu.make_current()
+        self.witness = cupti.Witness()
+        if config["cupti"]:
+            self._call_witness()
         self.pattern, self.peer_pattern = Pattern(config["seed"]), Pattern(config["peer_seed"])
         self.size = max(shape.extent for shape in self.shapes.values())
         self.source, self.target = self.gpu.allocate(self.size), self.gpu.allocate(self.size)
+        # The first copy CUPTI sees is ours: it makes CUPTI take its buffer on this thread, and proves that it reports.
+        self.gpu.fill(self.source, _PEEK, self.pattern, 0)
         if config["limit"]:
             self.recorder.limit(self.gpu.ordinal, self.gpu.copy_limit(self.source, min(self.size, 512 << 20)))
         self.agent = module.nixl_agent(self.name, module.nixl_agent_config(backends=[config["backend"]]))
@@ -68,6 +73,13 @@ class Worker:
             native.observe(True)
         recorder.count_calls()
         posts.watch(module, found.observer)
+
+    def _call_witness(self) -> None:
+        """Now that CUDA is initialised and our context is there: CUPTI must not do that for us."""
+        why = self.witness.begin()
+        if not why:
+            self.gpu.tell = self.witness.own
+        self.recorder.witness({"reason": why or cupti.UNFINISHED})
 
     def _transfer_worker(self) -> None:
         while True:
@@ -147,6 +159,9 @@ class Worker:
 
     def finish(self) -> dict[str, Any]:
         """Leave as an application does."""
+        if self.config["cupti"]:
+            self.gpu.synchronize()
+            self.recorder.witness(self.witness.report())
         self.recorder.snapshot(final=True)
         self.agent.deregister_memory(self.registered)
         return {}

@@ -68,9 +68,24 @@ def test_every_rank_and_direction_is_proven(rig: Rig, tmp_path: Path, nixl: str)
     for row in judgement["rows"]:
         assert row["contexts"] == {"right": 3}
         assert (row["stray"], row["peer_stray"], row["failures"], row["compared"]) == ([], [], 0, True)
+        assert row["witness"] == "no second witness: cupti-python is not installed"
     # The records say the same to whoever judges them later.
     again = subprocess.run([sys.executable, "-m", "ctxfix", "report", str(tmp_path / "records")], capture_output=True)
     assert again.returncode == 0
+
+
+@needs_cuda_libfabric
+@pytest.mark.parametrize(
+    ("lie", "path", "words"), [("0", "CUDA_IPC", "as libfabric's"), ("1", "UNPROVEN", "disagrees")]
+)
+def test_a_second_witness(
+    rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lie: str, path: str, words: str
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "cupti_stub"))
+    code, judgement, _ = verify(rig, tmp_path, "1.4.0", RIG_CUPTI_LIE=lie)
+    assert set(paths(judgement).values()) == {path}, judgement
+    assert code == int(lie)
+    assert all(words in row["witness"] for row in judgement["rows"])
 
 
 @needs_cuda_libfabric
