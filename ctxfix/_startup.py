@@ -22,6 +22,13 @@ TARGETS = {
     "nixl_cu12._api": "ctxfix.patches.nixl",
     "nixl_cu13._api": "ctxfix.patches.nixl",
     "nixl_rocm._api": "ctxfix.patches.nixl",
+    "ray._private.function_manager": "ctxfix.patches.ray",
+    "ray.experimental.rdt.nixl_tensor_transport": "ctxfix.patches.ray",
+    "ray.experimental.rdt.util": "ctxfix.patches.ray",
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker": "ctxfix.patches.vllm",
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl_connector": "ctxfix.patches.vllm",
+    "vllm.distributed.weight_transfer.sharded_rdt_engine": "ctxfix.patches.vllm",
+    "vllm.distributed.weight_transfer.sharded_rdt_trainer": "ctxfix.patches.vllm",
 }
 
 YES = ("1", "true", "yes", "on")
