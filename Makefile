@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # make demo   the bug and its end on real NIXL, no GPU needed
 # make test   all tests that need no GPU
+# make test-gpu   the tests that need two GPUs: integration/gpu/test_gpu.py says what else
 # make lint   ruff, strict types
 # Everything is set up in $(VENV) and .rig/ on first use. Another interpreter: make test PYTHON=python3.12 VENV=.venv-3.12
 
@@ -8,7 +9,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-gpu lint bench clean
 
 $(VENV)/ready: pyproject.toml integration/prerequisites.sh $(wildcard hatch_build.py ctxfix/native/*.c)
 	@sh integration/prerequisites.sh $(PYTHON)
@@ -23,6 +24,9 @@ demo: $(VENV)/ready
 
 test: $(VENV)/ready
 	$(BIN)/python -m pytest
+
+test-gpu: $(VENV)/ready
+	$(BIN)/python -m pytest integration/gpu
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

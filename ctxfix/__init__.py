@@ -5,6 +5,8 @@ Importing the package activates it: one import finder is installed, which patche
 program imports it. Nothing else is loaded before that; the names below resolve on first use.
 """
 
+import sys
+
 from ctxfix import _startup
 
 TYPE_CHECKING = False  # `typing` is not loaded at interpreter start; type checkers know the bare name
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from ctxfix.affinity import bound
     from ctxfix.counters import snapshot as stats
     from ctxfix.errors import CtxfixError, DriverError, PatchError, SettingsError, UnknownOwnerError
-    from ctxfix.native import native_threads
+    from ctxfix.native.agents import native_threads
 
 __version__ = "0.1.0"
 
@@ -60,7 +62,7 @@ _HOMES = {
     "activate": ("ctxfix.activation", "activate"),
     "bound": ("ctxfix.affinity", "bound"),
     "deactivate": ("ctxfix.activation", "deactivate"),
-    "native_threads": ("ctxfix.native", "native_threads"),
+    "native_threads": ("ctxfix.native.agents", "native_threads"),
     "patch_host": ("ctxfix.activation", "patch_host"),
     "patch_nixl": ("ctxfix.activation", "patch_nixl"),
     "patch_ray": ("ctxfix.activation", "patch_ray"),
@@ -79,7 +81,12 @@ def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'ctxfix' has no attribute {name!r}")
     module, attribute = _HOMES[name]
-    value = globals()[name] = getattr(__import__(module, fromlist=(attribute,)), attribute)
+    try:
+        value = getattr(__import__(module, fromlist=(attribute,)), attribute)
+    except ImportError as error:
+        # Whoever goes through all names (inspect, completion) expects this error and no other.
+        raise AttributeError(f"ctxfix.{name} cannot be loaded in {sys.executable}: {error}") from error
+    globals()[name] = value
     return value
 
 

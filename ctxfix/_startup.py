@@ -83,6 +83,8 @@ def remember_failure(where: str, error: BaseException) -> bool:
         text = f"{type(error).__name__}: {error}"
     except Exception:
         text = f"{type(error).__name__} (its message cannot be printed)"
+    if isinstance(error, ModuleNotFoundError):
+        text += f"; install it for {sys.executable}"
     failures[where] = text
     return True
 

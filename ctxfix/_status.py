@@ -122,12 +122,12 @@ def _threads() -> dict[str, Any]:
 
 
 def _native() -> dict[str, Any]:
-    """State of the C extension, which is optional."""
+    """State of the C extension, which is optional: ``available``, ``reason``, and what it says itself."""
     try:
-        built = bool(import_module("ctxfix.native").available())
+        state: dict[str, Any] = import_module("ctxfix.native").status()
     except Exception as error:
         return {"available": False, "reason": f"not built ({type(error).__name__}: {error})"}
-    return {"available": built, "reason": "" if built else "not built"}
+    return {"reason": "; ".join(state.get("problems", ())), **state}
 
 
 def _settings() -> dict[str, Any]:

@@ -73,21 +73,20 @@ def current_context() -> int:
 
 
 def bind_new_thread(parent: int) -> None:
-    """Bind the calling thread, which has just started, for good. Never raises.
+    """Bind the calling thread, which has just started, for good.
 
-    ``parent`` is the context that was current on the thread that started it, or 0.
+    ``parent`` is the context that was current on the thread that started it, or 0. Short, and silent: the thread is not
+    registered with ``threading`` yet, so logging here would make a dummy thread appear.
+
+    Raises:
+        DriverError: the driver refused, typically because the context was destroyed since it was recorded.
     """
-    try:
-        if not driver.attached() or driver.current():
-            return
-        context = preferred(parent)
-        if context:
-            driver.set_current(context)
-            counters.count("threads_bound")
-    except DriverError as error:
-        # Typically a context destroyed since it was recorded. The thread starts as it would without us.
-        guard.warn_once("bind_new_thread", f"ctxfix: a new thread stays unbound: {error}")
-        counters.count("hook_failures")
+    if not driver.attached() or driver.current():
+        return
+    context = preferred(parent)
+    if context:
+        driver.set_current(context)
+        counters.count("threads_bound")
 
 
 def address_of(obj: Any) -> int:

@@ -156,7 +156,3 @@ def run_environment(
     if strict:
         result["CTXFIX_STRICT"] = "1"
     return result
-
-
-if __name__ == "__main__":
-    sys.exit(main())

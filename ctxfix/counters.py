@@ -17,6 +17,10 @@ NAMES: dict[str, str] = {
     "device_fallbacks": "bindings by device (as cudaSetDevice does) because no usable context was recorded",
     "mixed_device_posts": "posts whose local descriptors belong to several contexts; the first decided",
     "wrong_device_ids": "descriptors whose device id is not the device that owns the address",
+    "ranges_without_ipc": "registered ranges that can never take CUDA IPC (VMM memory, pools)",
+    "unsynchronised_ranges": "registered ranges that may be read before their bytes have landed",
+    "several_gpu_agents": "agents with memory of several GPUs; their native threads follow the first",
+    "stray_contexts": "GPUs on which this process holds a context but has registered and allocated nothing",
     "threads_bound": "Python threads that started bound to a context",
     "hook_failures": "failures inside ctxfix; the original call went through",
 }

@@ -27,8 +27,10 @@ _NO_CUDA_HERE = (_NOT_INITIALIZED, 4)  # 4: DEINITIALIZED, while the process end
 
 # CUpointer_attribute of cuda.h, the same in CUDA 12 and 13.
 _CONTEXT = 1
+_SYNC_MEMOPS = 6
 _BUFFER_ID = 7
 _DEVICE_ORDINAL = 9
+_LEGACY_IPC = 10
 _RANGE_START = 11
 _RANGE_SIZE = 12
 
@@ -58,6 +60,8 @@ _cuCtxGetCurrent: Callable[[Any], int] = _absent
 _cuCtxSetCurrent: Callable[[int], int] = _absent
 _cuCtxGetId: Callable[[int, Any], int] = _absent
 _cuPointerGetAttribute: Callable[[Any, int, int], int] = _absent
+_cuPointerSetAttribute: Callable[[Any, int, int], int] = _absent
+_ONE = ctypes.byref(ctypes.c_uint(1))
 
 
 class Owner(NamedTuple):
@@ -89,7 +93,8 @@ def attach() -> bool:
 
 
 def _load_bindings(lib: Any) -> bool:
-    global _api, _problem, _cuCtxGetCurrent, _cuCtxSetCurrent, _cuCtxGetId, _cuPointerGetAttribute
+    global _api, _problem
+    global _cuCtxGetCurrent, _cuCtxSetCurrent, _cuCtxGetId, _cuPointerGetAttribute, _cuPointerSetAttribute
     try:
         from cuda.bindings import driver as api
 
@@ -97,6 +102,7 @@ def _load_bindings(lib: Any) -> bool:
         lib.cuCtxSetCurrent.argtypes = [ctypes.c_void_p]
         lib.cuCtxGetId.argtypes = [ctypes.c_void_p, ctypes.c_void_p]  # CUDA 12.0
         lib.cuPointerGetAttribute.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64]
+        lib.cuPointerSetAttribute.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64]
     except Exception as error:  # ImportError, RuntimeError, and whatever else broken installs raise
         _problem = (
             f"libcuda is loaded, but cuda-python cannot speak to it ({type(error).__name__}: {error}). No "
@@ -104,7 +110,8 @@ def _load_bindings(lib: Any) -> bool:
         )
         return False
     _cuCtxGetCurrent, _cuCtxSetCurrent = lib.cuCtxGetCurrent, lib.cuCtxSetCurrent
-    _cuCtxGetId, _cuPointerGetAttribute = lib.cuCtxGetId, lib.cuPointerGetAttribute
+    _cuCtxGetId = lib.cuCtxGetId
+    _cuPointerGetAttribute, _cuPointerSetAttribute = lib.cuPointerGetAttribute, lib.cuPointerSetAttribute
     _api = api
     return True
 
@@ -185,6 +192,19 @@ def buffer_id(address: int) -> int:
     return _attribute(_BUFFER_ID, address) or 0
 
 
+def takes_ipc(address: int) -> bool:
+    """Whether cudaIpcGetMemHandle can export the memory: VMM memory and memory of pools cannot, ever."""
+    return bool(_attribute(_LEGACY_IPC, address))
+
+
+def set_sync_memops(address: int) -> bool:
+    """Have every copy that touches the allocation at ``address`` end before the call returns; False: refused.
+
+    VMM memory refuses it with NOT_SUPPORTED (measured, driver 580).
+    """
+    return _api is not None and not _cuPointerSetAttribute(_ONE, _SYNC_MEMOPS, address)
+
+
 def extent_of(address: int) -> tuple[int, int]:
     """First address of the allocation that holds ``address``, and one past its last; ``(0, 0)``: unknown."""
     start, size = _attribute(_RANGE_START, address), _attribute(_RANGE_SIZE, address)
@@ -226,12 +246,37 @@ def primary_context(device: int) -> int:
 
 def primary_contexts() -> list[int]:
     """The primary contexts that exist in this process, by device ordinal."""
+    return [context for context in map(primary_context, range(_device_count())) if context]
+
+
+def active_devices() -> list[int]:
+    """The ordinals of the devices whose primary context exists in this process."""
+    return [device for device in range(_device_count()) if primary_context(device)]
+
+
+def device_names() -> dict[int, dict[str, str]]:
+    """By ordinal, what identifies a device for every process and tool: its UUID (as NVML writes it) and PCI address."""
+    return {device: {"uuid": _uuid(device), "pci": _pci(device)} for device in range(_device_count())}
+
+
+def _device_count() -> int:
     if not initialized():
-        return []
+        return 0
     error, devices = _api.cuDeviceGetCount()
+    return 0 if error else int(devices)
+
+
+def _uuid(device: int) -> str:
+    error, uuid = _api.cuDeviceGetUuid(device)
     if error:
-        return []
-    return [context for context in map(primary_context, range(devices)) if context]
+        return ""
+    digits = bytes(uuid.bytes)[:16].hex()
+    return "GPU-" + "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
+
+
+def _pci(device: int) -> str:
+    error, address = _api.cuDeviceGetPCIBusId(32, device)
+    return "" if error else bytes(address).split(b"\0")[0].decode()
 
 
 def _error(call: str, code: int, about: str) -> DriverError:
@@ -251,11 +296,13 @@ def _before_fork() -> None:
 
 
 def _after_fork_in_child() -> None:
-    global _forked, _api, _cuCtxGetCurrent, _cuCtxSetCurrent, _cuCtxGetId, _cuPointerGetAttribute
+    global _forked, _api
+    global _cuCtxGetCurrent, _cuCtxSetCurrent, _cuCtxGetId, _cuPointerGetAttribute, _cuPointerSetAttribute
     if _initialized_at_fork:
         _forked = True
         _api = None
-        _cuCtxGetCurrent = _cuCtxSetCurrent = _cuCtxGetId = _cuPointerGetAttribute = _absent
+        _cuCtxGetCurrent = _cuCtxSetCurrent = _cuCtxGetId = _absent
+        _cuPointerGetAttribute = _cuPointerSetAttribute = _absent
 
 
 os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)

@@ -82,6 +82,12 @@ class FakeCuda:
         self("cuMemSetAccess", address, length, access, ctypes.c_size_t(1))
         return address.value
 
+    def attribute(self, attribute: int, address: int) -> int:
+        """A pointer attribute of 4 bytes or less."""
+        value = ctypes.c_uint()
+        self("cuPointerGetAttribute", ctypes.byref(value), attribute, ctypes.c_uint64(address))
+        return value.value
+
     def free(self, address: int) -> None:
         self("cuMemFree_v2", ctypes.c_uint64(address))
 

@@ -19,7 +19,7 @@ from ctxfix import _startup, cli
 pytestmark = pytest.mark.usefixtures("startup_state")
 
 WHO = "import sys; m = sys.modules.get('ctxfix._startup'); print(m.started_by if m and m.installed() else None)"
-CTXFIX = [sys.executable, "-m", "ctxfix.cli"]
+CTXFIX = [sys.executable, "-m", "ctxfix"]
 
 
 def ctxfix_run(*arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:

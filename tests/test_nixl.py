@@ -439,6 +439,18 @@ def test_a_prepared_list_is_forgotten_with_its_handle(host: Nixl, cuda: FakeCuda
         assert nixl._prepared == {}
 
 
+def test_after_a_transfer_of_gpu_memory_we_look_for_stray_contexts(host: Nixl, cuda: FakeCuda, monkeypatch) -> None:
+    looked: list[int] = []
+    monkeypatch.setattr(nixl.footprint, "check", lambda: looked.append(1))
+    agent, address = host.agent(), cuda.alloc(1)
+    agent.initialize_xfer("WRITE", DList(DRAM, [(0x10000, 64, 0)]), None, "peer").release()
+    assert not looked
+    handle = agent.initialize_xfer("WRITE", one(address), None, "peer")
+    handle.release()
+    handle.release()
+    assert looked == [1]
+
+
 def test_a_dead_agents_registrations_are_forgotten(host: Nixl, cuda: FakeCuda) -> None:
     agent = host.agent()
     agent.register_memory([(cuda.alloc(1), MIB, 1, "")], "VRAM")

@@ -125,3 +125,6 @@ def test_target_install_waits_for_the_import_and_says_so(bare: Interpreter, targ
     assert reason == "activated by: import ctxfix"
     assert file["path"] == os.path.realpath(target_folder / "ctxfix-init.pth")
     assert not file["runs"] and "ctxfix run" in file["reason"]
+    who = "import sys; print(sys.modules['ctxfix._startup'].started_by)"
+    done = bare.process("-m", "ctxfix", "run", "--", str(bare.executable), "-c", who, PYTHONPATH=str(target_folder))
+    assert (done.stdout.strip(), done.stderr) == ("ctxfix run", "")

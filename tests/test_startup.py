@@ -186,7 +186,8 @@ def test_patch_module_that_cannot_be_imported(patch: Patch, package: Write) -> N
     package("fakebroken", "import fake_dependency_that_is_missing")
     _startup.TARGETS[HOST] = "fakebroken"
     assert importlib.import_module(HOST).value == 1
-    assert "fake_dependency_that_is_missing" in _startup.outcomes[HOST]
+    expected = f"No module named 'fake_dependency_that_is_missing'; install it for {sys.executable}"
+    assert expected in _startup.outcomes[HOST]
 
 
 def test_warning_that_cannot_be_logged_stays_ours(
@@ -361,8 +362,11 @@ def test_patch_and_unpatch_one_host(patch: Patch, package: Write) -> None:
     assert activation._unpatch("fakepatch") == {HOST: "not patched"}
     assert not hasattr(module, "patched")
     importlib.reload(module)
+    _startup.install()
     assert not hasattr(module, "patched"), "patched again although the user took it off"
     assert activation._patch("fakepatch") == {HOST: "patched"} and module.patched
+    activation._unpatch("fakepatch")
+    assert ctxfix.activate() and module.patched, "activate() switches everything on"
 
 
 def test_deactivate_undoes_and_activate_redoes(patch: Patch, package: Write) -> None:
@@ -411,6 +415,14 @@ def test_public_names_resolve_on_first_use() -> None:
     assert callable(ctxfix.status) and callable(ctxfix.stats) and callable(ctxfix.bound)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         ctxfix.nonsense  # noqa: B018
+
+
+def test_public_name_whose_module_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ctxfix.affinity", None)
+    monkeypatch.delitem(vars(ctxfix), "bound", raising=False)
+    assert not hasattr(ctxfix, "bound")
+    with pytest.raises(AttributeError, match=r"ctxfix\.bound cannot be loaded in .*python"):
+        ctxfix.bound  # noqa: B018
 
 
 def test_threads_are_hooked_with_the_first_host(patch: Patch, package: Write, caplog: pytest.LogCaptureFixture) -> None:

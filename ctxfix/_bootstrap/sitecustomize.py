@@ -12,7 +12,7 @@ _home = os.path.dirname(os.path.dirname(_here))
 
 _found = "ctxfix" in sys.modules  # its own start-up file may have run
 try:
-    if sys.version_info < (3, 10):
+    if sys.version_info < (3, 10):  # noqa: UP036
         raise ImportError("it needs Python 3.10 or later")
     # ctxfix may live in another environment than this interpreter. That folder is on the path while the
     # package is found, and no longer: nothing else of it may reach the program. The package finds its own

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 
 import wrapt
 
-from ctxfix import affinity, counters, driver, guard
+from ctxfix import affinity, counters, driver, footprint, guard, whole_data
 from ctxfix.driver import Owner
 from ctxfix.errors import DriverError, PatchError
+from ctxfix.native import agents
 from ctxfix.patches import descriptors
 from ctxfix.registry import registry
 
@@ -28,12 +29,16 @@ _posts = counters.ticker("posts")
 
 
 class _Memory:
-    """The local GPU memory that a transfer reads or writes, by its first address, and who owns it (None: unknown)."""
+    """The local GPU memory that a transfer reads or writes, by its first address, and who owns it (None: unknown).
 
-    __slots__ = ("address", "context", "owner")
+    ``mixed``: other descriptors of the transfer belong to another context.
+    """
 
-    def __init__(self, address: int, owner: Owner | None) -> None:
+    __slots__ = ("address", "context", "mixed", "owner")
+
+    def __init__(self, address: int, owner: Owner | None, mixed: bool) -> None:
         self.address = address
+        self.mixed = mixed
         self.owner = owner
         self.context = owner.context if owner is not None else 0
 
@@ -135,9 +140,19 @@ def _enter_transfer(agent: Any, handle: Any, *_: Any, **__: Any) -> int | None:
     if not memory.context:
         _unknown(memory.address)
         return None
-    before = driver.current() if _nixl_switches else None
-    token = _enter(memory)
-    return before if token is None else token
+    if not _nixl_switches:
+        return _enter(memory)
+    before = driver.current()
+    _enter(memory)
+    # With descriptors of several devices NIXL's own cudaSetDevice for each is the best there is.
+    agents.hold(not memory.mixed)
+    return before
+
+
+def _leave_transfer(token: int) -> None:
+    if _nixl_switches:
+        agents.hold(False)
+    affinity.leave(token)
 
 
 def _enter(memory: _Memory) -> int | None:
@@ -176,6 +191,7 @@ def _watch(agent: Any) -> int:
         def forget(_: Any) -> None:
             _watched.pop(key, None)
             registry.forget(key)
+            agents.gone(key)
 
         _watched[key] = weakref.ref(agent, forget)
     return key
@@ -184,22 +200,47 @@ def _watch(agent: Any) -> int:
 def _note_registration(agent: Any, descs: Any) -> None:
     key = _watch(agent)
     start = end = buffer_id = 0
+    ipc = True
     owner: Owner | None = None
     for address, length, device_id in descriptors.rows(descs):
         if not start <= address < end:  # a new allocation: thousands of ranges often share one
             owner = driver.owner_of(address)
             buffer_id = driver.buffer_id(address)
             start, end = driver.extent_of(address)
+            if owner is not None:
+                whole_data.apply(address)
+                ipc = driver.takes_ipc(address)
         if owner is None:
             _unknown(address)
             continue
         registry.add(key, address, length, owner, buffer_id)
         counters.count("registered_ranges")
+        if not ipc:
+            _no_ipc(address, owner)
         if not owner.recorded:
             counters.count("device_fallbacks")
         _check_device_id(address, device_id, owner)
     global _nixl_switches
     _nixl_switches |= len(registry.contexts()) > 1
+
+
+def _has_one_wrong_device_id(memory: Any) -> bool:
+    """Whether the application gives all of a list one device id, and that is not the device of its memory."""
+    address, _, device_id = next(descriptors.rows(memory))
+    owner = driver.owner_of(address)
+    if owner is None or owner.device == device_id:
+        return False
+    return all(row[2] == device_id for row in descriptors.rows(memory))
+
+
+def _no_ipc(address: int, owner: Owner) -> None:
+    counters.count("ranges_without_ipc")
+    guard.warn_once(
+        "no_ipc",
+        f"ctxfix: memory at {address:#x} on device {owner.device} can never take CUDA IPC (it is VMM memory or from a "
+        "memory pool), so transfers inside the node go through host memory. With PyTorch set "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False.",
+    )
 
 
 def _check_device_id(address: int, device_id: int, owner: Owner) -> None:
@@ -223,12 +264,11 @@ def _note_transfer(handle: int, selected: Iterable[int]) -> None:
     if first is None:
         return
     owner = affinity.owner_at(first)
-    _transfers[handle] = _Memory(first, owner)
-    if owner is not None and len(registry.contexts()) > 1:
-        _check_mixed(first, remaining, owner)
+    mixed = owner is not None and len(registry.contexts()) > 1 and _is_mixed(first, remaining, owner)
+    _transfers[handle] = _Memory(first, owner, mixed)
 
 
-def _check_mixed(first: int, others: Iterable[int], owner: Owner) -> None:
+def _is_mixed(first: int, others: Iterable[int], owner: Owner) -> bool:
     start = end = 0
     for address in others:
         if start <= address < end:
@@ -244,8 +284,9 @@ def _check_mixed(first: int, others: Iterable[int], owner: Owner) -> None:
                 f"{registration.owner.device} ({address:#x}). The first decides the context; the rest may fall back to "
                 "host memory. Make one transfer for each device.",
             )
-            return
+            return True
         start, end = registration.start, registration.end
+    return False
 
 
 # ---- hooks: set-up calls ---------------------------------------------------------------------------------------------
@@ -277,15 +318,26 @@ def _set_up_hooks(vram: Any) -> dict[str, Hook]:
     def making(wrapped: Hook, agent: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # The thread that makes an agent or a backend hands its context on to what NIXL starts.
         driver.attach()
-        with _Held("nixl_agent.create_backend", _context_of_newcomer):
+        with _Held("nixl_agent.create_backend", _context_of_newcomer), agents.starting(id(agent)):
             result = wrapped(*args, **kwargs)
         driver.attach()  # NIXL's plugins load libcuda
         return result
 
     def register_memory(wrapped: Hook, agent: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         memory, mem_type = _argument(args, kwargs, 0, "reg_list"), _argument(args, kwargs, 1, "mem_type")
-        with _Held("nixl_agent.register_memory", lambda: _context_of_list(memory, mem_type, vram)):
-            descs = wrapped(*args, **kwargs)
+
+        def context() -> int:
+            owner = _context_of_list(memory, mem_type, vram)
+            if owner:
+                agents.follow(id(agent), owner)
+                agents.hold(_has_one_wrong_device_id(memory))
+            return owner
+
+        try:
+            with _Held("nixl_agent.register_memory", context):
+                descs = wrapped(*args, **kwargs)
+        finally:
+            agents.hold(False)
         with _Noting("nixl_agent.register_memory"):
             if descs is not None and descriptors.is_gpu(descs, None, vram):
                 _note_registration(agent, descs)
@@ -299,6 +351,7 @@ def _set_up_hooks(vram: Any) -> dict[str, Hook]:
             if descriptors.is_gpu(memory, None, vram):
                 for address, length, _ in descriptors.rows(memory):
                     registry.remove(id(agent), address, length)
+                agents.forget(id(agent))
         return result
 
     def prep_xfer_dlist(wrapped: Hook, agent: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -382,8 +435,10 @@ def _set_up_hooks(vram: Any) -> dict[str, Hook]:
 # ---- hooks: posts and polls ------------------------------------------------------------------------------------------
 
 
-def _hot(original: Hook, where: str, enter: Callable[..., int | None]) -> Hook:
-    """``original`` between ``enter`` and affinity.leave, at the least cost that Python allows."""
+def _hot(
+    original: Hook, where: str, enter: Callable[..., int | None], leave: Callable[[int], None] = affinity.leave
+) -> Hook:
+    """``original`` between ``enter`` and ``leave``, at the least cost that Python allows."""
 
     @functools.wraps(original)
     def hook(*args: Any, **kwargs: Any) -> Any:
@@ -397,7 +452,7 @@ def _hot(original: Hook, where: str, enter: Callable[..., int | None]) -> Hook:
         try:
             return original(*args, **kwargs)
         finally:
-            affinity.leave(token)
+            leave(token)
 
     return hook
 
@@ -413,11 +468,15 @@ def _releasing(where: str, known: dict[int, Any], context_of: Callable[[int], in
         with _Held(where, lambda: context_of(key)):
             memory = _UNKNOWN if handle._released else known.pop(key, _UNKNOWN)
             try:
-                return wrapped(*args, **kwargs)
+                result = wrapped(*args, **kwargs)
             except BaseException:
                 if memory is not _UNKNOWN:  # still active: NIXL keeps the handle
                     known[key] = memory
                 raise
+        with _Noting(where):
+            if isinstance(memory, _Memory):  # a transfer of GPU memory is through: what did it leave behind?
+                footprint.check()
+        return result
 
     return release
 
@@ -473,11 +532,13 @@ def apply(module: ModuleType) -> None:
     if done is not None and done.patches[0].owner is agent:
         return
     driver.attach()
+    agents.install()
     hooks: list[tuple[type, str, Callable[[Hook], Hook]]] = [
         (agent, name, functools.partial(_wrapt, hook)) for name, hook in _set_up_hooks(vram).items()
     ]
+    transfer = functools.partial(_hot, where="nixl_agent.transfer", enter=_enter_transfer, leave=_leave_transfer)
+    hooks.append((agent, "transfer", transfer))
     for name, enter in {
-        "transfer": _enter_transfer,
         "check_xfer_state": _enter_poll_of_transfer,
         "get_new_notifs": _enter_poll,
         "update_notifs": _enter_poll,

@@ -6,8 +6,10 @@
 
 It speaks to libcuda.so.1 through ctypes alone, and runs against a real driver as against the rig's fake one.
 Each check is a process of its own that prints each fact as soon as it is known: whatever crashes, the rest is
-told. A fact that ctxfix relies on is pinned (PINNED); the others are only reported. Exit status: 0 when all
-pinned facts are as expected, 1 when one is not, 2 when there is no usable driver.
+told. A fact that a program may meet is pinned (PINNED) to what a real driver said (580.159.04, CUDA 13.0, two H200);
+the others are only reported. A check that may_die does what real drivers die of: how its process ends is a fact
+("exit code") and no error. Exit status: 0 when all pinned facts are as expected, 1 when one is not, 2 when there is
+no usable driver.
 """
 
 from __future__ import annotations
@@ -18,12 +20,13 @@ import os
 import subprocess
 import sys
 import threading
+import timeit
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 Fact = Any
-NOT_INITIALIZED, INVALID_CONTEXT, NOT_FOUND = 3, 201, 500
-CONTEXT, MEMORY_TYPE, SYNC_MEMOPS, BUFFER_ID, ORDINAL, LEGACY_IPC = 1, 2, 6, 7, 9, 10
+INVALID_VALUE, NOT_INITIALIZED, INVALID_CONTEXT, NOT_FOUND, DESTROYED, NOT_SUPPORTED = 1, 3, 201, 500, 709, 801
+CONTEXT, MEMORY_TYPE, SYNC_MEMOPS, BUFFER_ID, IS_MANAGED, ORDINAL, LEGACY_IPC = 1, 2, 6, 7, 8, 9, 10
 MIB = 1 << 20
 TIMEOUT = 120
 
@@ -36,6 +39,7 @@ PINNED: dict[str, dict[str, Fact]] = {
     "fresh_thread": {"current": [0, None], "cuCtxGetDevice": INVALID_CONTEXT},
     "context_stack": {
         "retain makes current": None,
+        "push(NULL)": INVALID_VALUE,
         "set on empty": 0,
         "push push": 1,
         "set replaces the top": [0, 0, None],
@@ -43,32 +47,140 @@ PINNED: dict[str, dict[str, Fact]] = {
         "set(NULL) on empty": 0,
         "pop on empty": INVALID_CONTEXT,
     },
-    "address_range": {"no context": INVALID_CONTEXT, "owner's context": 0, "base and size": True},
-    "address_range_two_gpus": {"other GPU's context": NOT_FOUND, "owner's context": 0},
+    "address_range": {
+        "no context": INVALID_CONTEXT,
+        "owner's context": 0,
+        "base and size": True,
+        "size is the one asked for": True,
+        "host address": NOT_FOUND,
+        "the name without _v2": 0,
+        "copy without a context": INVALID_CONTEXT,
+        "IPC handle without a context": INVALID_CONTEXT,
+        "another context of the same GPU": 0,
+        "free without a context": 0,
+    },
+    "address_range_two_gpus": {
+        "other GPU's context": NOT_FOUND,
+        "owner's context": 0,
+        "IPC handle under the other GPU": 0,
+        "copy under the other GPU": 0,
+        "enable peer access": 0,
+        "other GPU's context, with peer access": 0,
+        "free under the other GPU": 0,
+    },
     "attributes": {
         "bare thread": [0, "owner", 0, 2],
         "interior address": [0, "owner", 0, 2],
-        "unknown address": 1,
+        "legacy IPC": [0, 1],
+        "unknown address": INVALID_VALUE,
         "unknown address, plural call": 0,
-        "freed address": 1,
+        "unknown address, plural answers": [-2, None],
+        "freed address": INVALID_VALUE,
     },
-    "attributes_two_gpus": {"under the other GPU": [0, "owner", 1, 2], "bare thread": [0, "owner", 1, 2]},
+    "attributes_two_gpus": {
+        "under the other GPU": [0, "owner", 1, 2],
+        "bare thread": [0, "owner", 1, 2],
+        "plural call": [0, 1],
+    },
     "buffer_id": {"changes at the same address": True},
     "sync_memops": {"default": 0, "set from a bare thread": 0, "then": 1, "at an interior address": 1},
-    "vmm": {"context": [0, None], "ordinal": [0, 0], "legacy IPC": [0, 0], "bare thread": [0, None]},
-    "primary_state": {"at first": 0, "retained": 1, "released": 0},
-    "primary_reset": {"active after": 0, "its memory": 1},
-    "created_destroyed": {"has an id": False, "its memory": 1},
+    "vmm": {
+        "context": [0, None],
+        "ordinal": [0, 0],
+        "legacy IPC": [0, 0],
+        "bare thread": [0, None],
+        "memory type": [0, 2],
+        "has a buffer id": True,
+        "range without a context": INVALID_CONTEXT,
+        "range under its GPU": 0,
+        "set SYNC_MEMOPS": NOT_SUPPORTED,
+        "SYNC_MEMOPS then": [0, 0],
+        "IPC handle": INVALID_VALUE,
+        "unmapped": INVALID_VALUE,
+    },
+    "vmm_two_gpus": {
+        "ordinal from a bare thread": [0, 1],
+        "range under its GPU": 0,
+        "range under the other GPU": NOT_FOUND,
+    },
+    "other_memory": {
+        "managed": [0, "owner", 0, 2],
+        "managed: range": 0,
+        "managed: legacy IPC": [0, 0],
+        "pinned host": [0, "owner", 0, 1],
+        "pinned host: range": 0,
+        "pinned host: legacy IPC": [0, 0],
+        "stream-ordered": [0, None, 0, 2],
+        "stream-ordered: range": 0,
+        "stream-ordered: legacy IPC": [0, 0],
+    },
+    "primary_state": {
+        "at first": 0,
+        "release unretained": INVALID_CONTEXT,
+        "retained": 1,
+        "same handle twice": True,
+        "still retained once": 1,
+        "released": 0,
+        "current handle stays": True,
+        "device of the current": 0,
+        "same handle again": True,
+        "device of the current after retaining again": 0,
+    },
+    "primary_reset": {
+        "reset": 0,
+        "active after": 0,
+        "its memory": INVALID_VALUE,
+        "current handle stays": True,
+        "cuCtxGetDevice": 0,
+        "range under it": DESTROYED,
+        "set old handle": 0,
+        "push old handle": 0,
+        "active again": 1,
+        "same handle again": True,
+        "set old handle after retaining again": 0,
+    },
+    "primary_ids": {
+        "retained": 0,
+        "after reset": DESTROYED,
+        "retained again": 0,
+        "same handle again": True,
+        "another id": True,
+        "after the last release": DESTROYED,
+        "API version after the last release": INVALID_CONTEXT,
+    },
+    "created_ids": {"ids differ": True, "after destruction": DESTROYED, "a handle comes again": True},
+    "never_a_context": {"id of an address on the heap": DESTROYED},
+    "created_destroyed": {
+        "destroy": 0,
+        "popped from the destroying thread": True,
+        "on a thread that has it current": [True, 0],
+        "has an id": False,
+        "its id": DESTROYED,
+        "its memory": INVALID_VALUE,
+        "destroy again": DESTROYED,
+    },
     # The driver accepts a dead context, and the process dies of it later.
-    "dead_context_thread_ends": {"set": 0, "exit code": -6},
-    "dead_context_replaced": {"set": 0, "exit code": -11},
+    # How such a process ends is chance: one run died of it (SIGABRT), another did not.
+    "dead_context_thread_ends": {"set": 0},
+    "dead_context_replaced": {"set": 0},
+    "dead_context_unset": {"set": 0},
+    "dead_context_pushed": {"push": 0},
+    "nonsense_handle": {"set a handle that never was": 0},
     "fork_child": {"cuCtxGetCurrent": NOT_INITIALIZED, "cuInit": NOT_INITIALIZED},
     "runtime": {
         "cudaGetDevice on a bare thread": [0, 0, None],
         "first use on a bare thread": 0,
         "cudaSetDevice": 0,
+        "cudaPointerGetAttributes on a bare thread": [0, None],
     },
-    "runtime_two_gpus": {"cudaSetDevice(1)": 1, "use keeps the current context": 1},
+    "runtime_two_gpus": {
+        "cudaSetDevice(1)": 1,
+        "use keeps the current context": 1,
+        "cudaSetDevice replaces the top": [0, 0, None],
+        "use after cudaSetDevice(1) and a pop": 0,
+        "cudaMemcpy from GPU 1 on a bare thread": [0, 0],
+        "cudaIpcGetMemHandle for GPU 1 on a bare thread": [0, 0],
+    },
 }
 
 # ---- the driver ------------------------------------------------------------------------------------
@@ -198,12 +310,19 @@ def under(context: ctypes.c_void_p | None, work: Callable[[], Fact]) -> Fact:
 
 # ---- the checks: each says facts by name -----------------------------------------------------------
 
-CHECKS: dict[str, tuple[Callable[[], None], int]] = {}
+
+class Check(NamedTuple):
+    run: Callable[[], None]
+    gpus: int
+    may_die: bool
 
 
-def check(gpus: int = 1) -> Callable[[Callable[[], None]], Callable[[], None]]:
+CHECKS: dict[str, Check] = {}
+
+
+def check(gpus: int = 1, may_die: bool = False) -> Callable[[Callable[[], None]], Callable[[], None]]:
     def register(function: Callable[[], None]) -> Callable[[], None]:
-        CHECKS[function.__name__] = (function, gpus)
+        CHECKS[function.__name__] = Check(function, gpus, may_die)
         return function
 
     return register
@@ -305,6 +424,25 @@ def address_range_two_gpus() -> None:
     fact("free under the other GPU", under(other, lambda: cu("cuMemFree_v2", address(memory))))
 
 
+@check(gpus=2)
+def peer_access() -> None:
+    init()
+    other, owner = retain(0), retain(1)
+    memory = alloc(owner)
+    enable = ("cuCtxEnablePeerAccess", owner, 0)
+    fact("enable", under(other, lambda: cu(*enable)))
+    fact("enable again", under(other, lambda: cu(*enable)))
+    fact("to the own GPU", under(owner, lambda: cu(*enable)))
+    fact("range", under(other, lambda: range_of(memory)))
+    later, others = alloc(owner), alloc(other)
+    fact("range, memory made later", under(other, lambda: range_of(later)))
+    fact("range, the other way round", under(owner, lambda: range_of(others)))
+    fact("range under a created context", under(created(0), lambda: range_of(memory)))
+    fact("disable", under(other, lambda: cu("cuCtxDisablePeerAccess", owner)))
+    fact("range then", under(other, lambda: range_of(memory)))
+    fact("disable again", under(other, lambda: cu("cuCtxDisablePeerAccess", owner)))
+
+
 @check()
 def attributes() -> None:
     init()
@@ -360,12 +498,8 @@ def sync_memops() -> None:
     init()
     owner = retain(0)
     memory = alloc(owner)
-
-    def switch_on() -> int | str:
-        return cu("cuPointerSetAttribute", ctypes.byref(ctypes.c_uint(1)), SYNC_MEMOPS, address(memory))
-
     fact("default", attribute(SYNC_MEMOPS, memory, ctypes.c_uint)[1])
-    fact("set from a bare thread", on_thread(switch_on))
+    fact("set from a bare thread", on_thread(lambda: switch_on_sync_memops(memory)))
     fact("then", attribute(SYNC_MEMOPS, memory, ctypes.c_uint)[1])
     fact("at an interior address", attribute(SYNC_MEMOPS, memory + 4096, ctypes.c_uint)[1])
     free(owner, memory)
@@ -387,6 +521,10 @@ def map_vmm(gpu: int) -> tuple[int, int]:
     return memory.value, size.value
 
 
+def switch_on_sync_memops(memory: int) -> int | str:
+    return cu("cuPointerSetAttribute", ctypes.byref(ctypes.c_uint(1)), SYNC_MEMOPS, address(memory))
+
+
 @check()
 def vmm() -> None:
     init()
@@ -401,8 +539,7 @@ def vmm() -> None:
     fact("has a buffer id", attribute(BUFFER_ID, memory)[1] not in (None, 0))
     fact("range without a context", on_thread(lambda: range_of(memory)))
     fact("range under its GPU", range_of(memory))
-    one = ctypes.byref(ctypes.c_uint(1))
-    fact("set SYNC_MEMOPS", cu("cuPointerSetAttribute", one, SYNC_MEMOPS, address(memory)))
+    fact("set SYNC_MEMOPS", switch_on_sync_memops(memory))
     fact("SYNC_MEMOPS then", attribute(SYNC_MEMOPS, memory, ctypes.c_uint))
     fact("IPC handle", ipc_handle(memory))
     must(cu("cuMemUnmap", address(memory), ctypes.c_size_t(size)))
@@ -414,10 +551,28 @@ def vmm_two_gpus() -> None:
     init()
     other, owner = retain(0), retain(1)
     set_current(owner)
-    memory, _ = map_vmm(1)
+    memory, size = map_vmm(1)
     fact("ordinal from a bare thread", on_thread(lambda: attribute(ORDINAL, memory, ctypes.c_int)))
     fact("range under its GPU", range_of(memory))
     fact("range under the other GPU", under(other, lambda: range_of(memory)))
+    fact("enable peer access", under(other, lambda: cu("cuCtxEnablePeerAccess", owner, 0)))
+    fact("range under the other GPU, with peer access", under(other, lambda: range_of(memory)))
+    fact("disable peer access", under(other, lambda: cu("cuCtxDisablePeerAccess", owner)))
+    both = (ctypes.c_int * 6)(1, 0, 3, 1, 1, 3)
+    fact("access for both", cu("cuMemSetAccess", address(memory), ctypes.c_size_t(size), both, ctypes.c_size_t(2)))
+    fact("range under the other GPU, access for both", under(other, lambda: range_of(memory)))
+
+
+def other_kinds() -> dict[str, tuple[int | str, int]]:
+    """Allocate what is neither plain nor VMM memory; return result and address by kind."""
+    size, memory, kinds = ctypes.c_size_t(MIB), address(), {}
+    for kind, function, last in (
+        ("managed", "cuMemAllocManaged", 1),
+        ("pinned host", "cuMemHostAlloc", 0),
+        ("stream-ordered", "cuMemAllocAsync", handle()),
+    ):
+        kinds[kind] = cu(function, ctypes.byref(memory), size, last), memory.value
+    return kinds
 
 
 @check()
@@ -426,17 +581,32 @@ def other_memory() -> None:
     init()
     owner = retain(0)
     set_current(owner)
-    size, memory = ctypes.c_size_t(MIB), address()
-
-    def say(kind: str, result: int | str) -> None:
-        fact(kind, result if result else whose(memory.value, owner))
+    kinds = other_kinds()
+    for kind, (result, memory) in kinds.items():
+        fact(kind, result if result else whose(memory, owner))
         if not result:
-            fact(f"{kind}: range", range_of(memory.value))
-            fact(f"{kind}: legacy IPC", attribute(LEGACY_IPC, memory.value, ctypes.c_int))
+            fact(f"{kind}: range", range_of(memory))
+            fact(f"{kind}: legacy IPC", attribute(LEGACY_IPC, memory, ctypes.c_int))
+            fact(f"{kind}: range without a context", on_thread(lambda at=memory: range_of(at)))
+            fact(f"{kind}: is managed", attribute(IS_MANAGED, memory, ctypes.c_uint))
+            fact(f"{kind}: has a buffer id", attribute(BUFFER_ID, memory)[1] not in (None, 0))
+            fact(f"{kind}: IPC handle", ipc_handle(memory))
+            fact(f"{kind}: set SYNC_MEMOPS", switch_on_sync_memops(memory))
+            fact(f"{kind}: SYNC_MEMOPS then", attribute(SYNC_MEMOPS, memory, ctypes.c_uint))
+    fact("managed: free", cu("cuMemFree_v2", address(kinds["managed"][1])))
+    fact("pinned host: free", cu("cuMemFreeHost", handle(kinds["pinned host"][1])))
+    fact("stream-ordered: free", cu("cuMemFreeAsync", address(kinds["stream-ordered"][1]), handle()))
 
-    say("managed", cu("cuMemAllocManaged", ctypes.byref(memory), size, 1))
-    say("pinned host", cu("cuMemHostAlloc", ctypes.byref(memory), size, 0))
-    say("stream-ordered", cu("cuMemAllocAsync", ctypes.byref(memory), size, handle()))
+
+@check(gpus=2)
+def other_memory_two_gpus() -> None:
+    init()
+    other, owner = retain(0), retain(1)
+    set_current(owner)
+    for kind, (result, memory) in other_kinds().items():
+        fact(kind, result if result else under(other, lambda at=memory: whose(at, owner)))
+        if not result:
+            fact(f"{kind}: range under the other GPU", under(other, lambda at=memory: range_of(at)))
 
 
 @check()
@@ -471,11 +641,78 @@ def primary_reset() -> None:
     fact("current handle stays", current() == context.value)
     fact("cuCtxGetDevice", cu("cuCtxGetDevice", ctypes.byref(ctypes.c_int())))
     fact("range under it", range_of(memory))
-    fact("its id", cu("cuCtxGetId", context, ctypes.byref(address())))
+    set_current(None)
+    fact("set old handle", set_current(context))
+    fact("push old handle", push(context))
     again = retain(0)
     fact("active again", primary_active(0))
     fact("same handle again", again.value == context.value)
-    fact("its id after retaining again", cu("cuCtxGetId", context, ctypes.byref(address())))
+    fact("set old handle after retaining again", set_current(context))
+
+
+def id_of(context: ctypes.c_void_p) -> list[Fact]:
+    """Return [result, id]."""
+    number = address()
+    result = cu("cuCtxGetId", context, ctypes.byref(number))
+    return [result, None if result else number.value]
+
+
+@check()
+def primary_ids() -> None:
+    init()
+    context, version = retain(0), ctypes.c_uint()
+    result, first = id_of(context)
+    fact("retained", result)
+    fact("API version", cu("cuCtxGetApiVersion", context, ctypes.byref(version)))
+    must(cu("cuDevicePrimaryCtxReset_v2", 0))
+    fact("after reset", id_of(context)[0])
+    again = retain(0)
+    result, second = id_of(again)
+    fact("retained again", result)
+    fact("same handle again", again.value == context.value)
+    fact("another id", second != first)
+    fact("ids", [first, second])
+    for _ in range(2):
+        cu("cuDevicePrimaryCtxRelease_v2", 0)
+    fact("active after the last release", primary_active(0))
+    fact("after the last release", id_of(context)[0])
+    fact("API version after the last release", cu("cuCtxGetApiVersion", context, ctypes.byref(version)))
+
+
+@check()
+def created_ids() -> None:
+    init()
+    handles, ids, after = [], [], set()
+    for _ in range(20):
+        context = created(0)
+        handles.append(context.value)
+        ids.append(id_of(context)[1])
+        must(cu("cuCtxDestroy_v2", context))
+        after.add(id_of(context)[0])
+    fact("ids", ids)
+    fact("ids differ", len(set(ids)) == len(ids) and None not in ids)
+    fact("after destruction", after.pop() if len(after) == 1 else sorted(after))
+    fact("different handles", len(set(handles)))
+    fact("a handle comes again", len(set(handles)) < len(handles))
+    living = {created(0).value for _ in range(8)}
+    old = set(handles)
+    fact("old handles that live again", len(old & living))
+    fact("ids of the others", sorted({id_of(handle(other))[0] for other in old - living}))
+
+
+@check()
+def never_a_context() -> None:
+    init()
+    retain(0)
+    memory = ctypes.create_string_buffer(4096)
+    fact("id of an address on the heap", id_of(handle(ctypes.addressof(memory)))[0])
+
+
+@check(may_die=True)
+def never_a_context_unmapped() -> None:
+    init()
+    retain(0)
+    fact("id of an unmapped address", id_of(handle(0x1234000))[0])
 
 
 @check()
@@ -501,7 +738,7 @@ def created_destroyed() -> None:
     thread.join()
     fact("on a thread that has it current", results[0])
     fact("its memory", attribute(CONTEXT, memory, ctypes.c_void_p)[0])
-    its_id = cu("cuCtxGetId", context, ctypes.byref(address()))
+    its_id = id_of(context)[0]
     fact("its id", its_id)
     fact("has an id", its_id == 0)
     fact("destroy again", cu("cuCtxDestroy_v2", context))
@@ -513,14 +750,14 @@ def destroyed(gpu: int) -> ctypes.c_void_p:
     return context
 
 
-@check()
+@check(may_die=True)
 def dead_context_thread_ends() -> None:
     init()
     context = destroyed(0)
     on_thread(lambda: fact("set", set_current(context)))
 
 
-@check()
+@check(may_die=True)
 def dead_context_replaced() -> None:
     init()
     context, living = destroyed(0), retain(0)
@@ -528,22 +765,97 @@ def dead_context_replaced() -> None:
     fact("replace", set_current(living))
 
 
-@check()
+@check(may_die=True)
+def dead_context_unset() -> None:
+    init()
+    fact("set", set_current(destroyed(0)))
+    fact("unset", set_current(None))
+    os._exit(0)
+
+
+@check(may_die=True)
 def dead_context_pushed() -> None:
     init()
     fact("push", push(destroyed(0)))
-    os._exit(0)  # nothing more: the process may not survive its own end
+    fact("pop", pop())
+    os._exit(0)
 
 
-@check()
+@check(may_die=True)
+def dead_context_pushed_thread_ends() -> None:
+    init()
+    context = destroyed(0)
+    on_thread(lambda: fact("push", push(context)))
+    os._exit(0)
+
+
+def say_of_the_current(context: ctypes.c_void_p, memory: int) -> None:
+    fact("stays current", current() == context.value)
+    fact("cuCtxGetDevice", [cu("cuCtxGetDevice", ctypes.byref(ctypes.c_int())), current_device()])
+    fact("id of the current", id_of(handle())[0])
+    fact("range of living memory", range_of(memory))
+    fact("its attributes", attribute(ORDINAL, memory, ctypes.c_int))
+    fact("cuCtxSynchronize", cu("cuCtxSynchronize"))
+    fact("cuMemAlloc", cu("cuMemAlloc_v2", ctypes.byref(address()), ctypes.c_size_t(MIB)))
+
+
+@check(may_die=True)
+def dead_context_used() -> None:
+    init()
+    memory, context = alloc(retain(0)), destroyed(0)
+    fact("set", set_current(context))
+    say_of_the_current(context, memory)
+    os._exit(0)
+
+
+@check(gpus=2, may_die=True)
+def dead_primary_context_used() -> None:
+    init()
+    context, memory = retain(0), alloc(retain(1))
+    must(cu("cuDevicePrimaryCtxReset_v2", 0))
+    fact("set", set_current(context))
+    say_of_the_current(context, memory)
+    os._exit(0)
+
+
+@check(may_die=True)
+def dead_context_lives_again() -> None:
+    """A thread makes a dead handle current; the next context gets it; the thread ends."""
+    init()
+    context = destroyed(0)
+
+    def set_and_create() -> None:
+        fact("set", set_current(context))
+        other = on_thread(lambda: created(0))
+        fact("the handle comes again", other.value == context.value)
+        fact("id of the current", id_of(handle())[0])
+
+    on_thread(set_and_create)
+    fact("thread ended", True)
+    os._exit(0)
+
+
+@check(may_die=True)
 def dead_primary_context_set() -> None:
     init()
     context = retain(0)
     must(cu("cuDevicePrimaryCtxReset_v2", 0))
     on_thread(lambda: fact("set", set_current(context)))
+    fact("thread ended", True)
+    os._exit(0)
 
 
-@check()
+@check(may_die=True)
+def dead_primary_context_unset() -> None:
+    init()
+    context = retain(0)
+    must(cu("cuDevicePrimaryCtxReset_v2", 0))
+    fact("set", set_current(context))
+    fact("unset", set_current(None))
+    os._exit(0)
+
+
+@check(may_die=True)
 def nonsense_handle() -> None:
     init()
     retain(0)
@@ -598,13 +910,15 @@ def runtime() -> None:
         return current_device()
 
     fact("cudaSetDevice", on_thread(choose))
-    attributes_ = ctypes.create_string_buffer(64)
+    answers = (ctypes.c_int * 32)()
 
-    def ask() -> Fact:
-        return [cuda.cudaPointerGetAttributes(attributes_, memory), current_device()]
+    def ask(about: ctypes.c_void_p) -> Fact:
+        return [cuda.cudaPointerGetAttributes(answers, about), current_device()]
 
-    if hasattr(cuda, "cudaPointerGetAttributes"):
-        fact("cudaPointerGetAttributes on a bare thread", on_thread(ask))
+    fact("cudaPointerGetAttributes on a bare thread", on_thread(lambda: ask(memory)))
+    fact("its type and device", answers[:2])
+    fact("cudaPointerGetAttributes of the heap", on_thread(lambda: ask(handle(ctypes.addressof(answers)))))
+    fact("type and device of the heap", answers[:2])
 
 
 @check(gpus=2)
@@ -641,6 +955,14 @@ def runtime_two_gpus() -> None:
         return use()
 
     fact("use after cudaSetDevice(1) and a pop", on_thread(popped))
+
+    def asked() -> Fact:
+        choose(1)
+        set_current(None)
+        gpu = ctypes.c_int(-1)
+        return [cuda.cudaGetDevice(ctypes.byref(gpu)), gpu.value, current_device()]
+
+    fact("cudaGetDevice after cudaSetDevice(1) and a pop", on_thread(asked))
     target = alloc(second)
 
     def copy() -> Fact:
@@ -655,6 +977,28 @@ def runtime_two_gpus() -> None:
     )
 
 
+@check()
+def costs() -> None:
+    """Microseconds a call, through ctypes without letting the GIL go, as ctxfix calls them."""
+    init()
+    owner = retain(0)
+    memory, word = alloc(owner), address()
+    set_current(owner)
+    library, out = ctypes.PyDLL("libcuda.so.1"), ctypes.byref(word)
+    library.cuPointerGetAttribute.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64]
+    library.cuCtxGetId.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    library.cuCtxSetCurrent.argtypes = [ctypes.c_void_p]
+    for name, arguments in (
+        ("cuPointerGetAttribute", (out, BUFFER_ID, memory)),
+        ("cuCtxGetId", (owner.value, out)),
+        ("cuCtxGetCurrent", (out,)),
+        ("cuCtxSetCurrent", (owner.value,)),
+    ):
+        function = getattr(library, name)
+        best = min(timeit.repeat(lambda f=function, a=arguments: f(*a), number=10_000, repeat=3))
+        fact(name, round(best * 100, 2))
+
+
 # ---- running them ----------------------------------------------------------------------------------
 
 
@@ -664,7 +1008,7 @@ def run_one(name: str) -> dict[str, Any]:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
         out, error = done.stdout, None
-        if done.returncode and "exit code" not in PINNED.get(name, {}):
+        if done.returncode and not CHECKS[name].may_die:
             error = f"exit code {done.returncode}: {done.stderr.strip()[-300:]}"
     except subprocess.TimeoutExpired as late:
         out = late.stdout.decode() if isinstance(late.stdout, bytes) else late.stdout or ""
@@ -700,7 +1044,7 @@ def describe() -> dict[str, Any]:
 
 def main(arguments: list[str]) -> int:
     if arguments[:1] == ["--one"]:
-        CHECKS[arguments[1]][0]()
+        CHECKS[arguments[1]].run()
         return 0
     if arguments[:1] == ["--describe"]:
         try:
@@ -717,7 +1061,7 @@ def main(arguments: list[str]) -> int:
         return 2
     checks = report["checks"] = {}
     for name in arguments or CHECKS:
-        needed = CHECKS[name][1]
+        needed = CHECKS[name].gpus
         if len(report["devices"]) < needed:
             checks[name] = {"facts": {"skipped": f"needs {needed} GPUs"}}
         else:

@@ -28,22 +28,26 @@
 enum { MAX_DEVICES = 16, MAX_STACK = 64, MAX_RULES = 32, MAX_NAMES = 256, NO_DEVICE = -1 };
 static const size_t PAGE = 4096, VMM_GRANULARITY = 2u << 20;
 
+/* A handle comes back, as from the real driver: a device's primary context has the same one for ever, and that of
+ * a destroyed context serves the next one made. The id never comes back. */
 struct context {
     CUdevice device;
     bool primary, destroyed;
     unsigned long long id;
+    struct context *peer[MAX_DEVICES]; /* whose memory it may reach, by device */
     struct context *next;
 };
 
-enum kind { ALLOCATED, IPC_OPENED, VMM_MAPPED };
+enum kind { ALLOCATED, IPC_OPENED, VMM_MAPPED, MANAGED, PINNED_HOST, STREAM_ORDERED };
 
 /* One range of device addresses. */
 struct range {
     CUdeviceptr base;
     size_t size, mapped;
     enum kind kind;
-    struct context *owner; /* NULL for VMM memory, as with the real driver */
+    struct context *owner; /* NULL for VMM and stream-ordered memory, as with the real driver */
     CUdevice device;
+    unsigned access; /* VMM memory: the devices that cuMemSetAccess named, a bit each */
     int fd; /* -1 where this process did not make the memory */
     unsigned sync_memops;
     unsigned long long buffer_id; /* never reused: that is what tells two allocations apart */
@@ -61,17 +65,18 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static bool initialised, forked;
 static int device_count, visible[MAX_DEVICES];
 static struct {
-    struct context *context; /* NULL while inactive */
+    struct context *context; /* NULL before the first; `destroyed` while inactive */
     int retained;
 } primary[MAX_DEVICES];
-static struct context *contexts; /* all that ever were: a destroyed one must still be recognised */
+static struct context *contexts; /* never freed: a destroyed one must still be recognised */
 static struct range *ranges;
 static unsigned long long last_context_id, last_buffer_id;
 
 static _Thread_local struct context *stack[MAX_STACK];
 static _Thread_local int depth;
-/* The real driver accepts a destroyed context in cuCtxSetCurrent, and the process dies of it later (measured,
- * driver 580): when the thread ends, or when it sets another. So does this one. */
+/* The real driver accepts a destroyed context, or anything that never was one, in cuCtxSetCurrent, and the process
+ * dies of it later (measured, driver 580): when the thread ends, or sets another, or none. So does this one, unless
+ * the handle has come back to life. */
 static _Thread_local struct context *dead_set;
 static pthread_key_t dead_key;
 
@@ -98,9 +103,18 @@ static void plain_name(const char *name, char out[48])
         *suffix = '\0';
 }
 
+/* The stack may hold anything that a program has set. */
+static bool known(const struct context *context)
+{
+    const struct context *c = contexts;
+    while (c && c != context)
+        c = c->next;
+    return c;
+}
+
 static int top_device(void)
 {
-    return depth ? stack[depth - 1]->device : NO_DEVICE;
+    return depth && known(stack[depth - 1]) ? stack[depth - 1]->device : NO_DEVICE;
 }
 
 static void log_call(const char *name, CUresult injected)
@@ -108,8 +122,11 @@ static void log_call(const char *name, CUresult injected)
     if (log_fd < 0)
         return;
     char line[160];
+    pthread_mutex_lock(&lock);
+    int device = top_device();
+    pthread_mutex_unlock(&lock);
     int n = snprintf(line, sizeof line, "pid=%d tid=%ld current=%d %s%s\n", getpid(),
-                     (long)syscall(SYS_gettid), top_device(), name, injected ? " (failed on demand)" : "");
+                     (long)syscall(SYS_gettid), device, name, injected ? " (failed on demand)" : "");
     if (write(log_fd, line, (size_t)n) < 0)
         return;
 }
@@ -213,10 +230,26 @@ static void die(int signal_number, const char *why)
     raise(signal_number);
 }
 
+/* Whether this thread has set or pushed a context that was dead then, has it current, and it still is dead. */
+static bool dead_on_top(void)
+{
+    pthread_mutex_lock(&lock);
+    bool dead = depth && dead_set && stack[depth - 1] == dead_set && (!known(dead_set) || dead_set->destroyed);
+    pthread_mutex_unlock(&lock);
+    return dead;
+}
+
 static void dead_thread_ends(void *context)
 {
-    if (depth && stack[depth - 1] == context)
+    (void)context;
+    if (dead_on_top())
         die(SIGABRT, "a thread ends with a dead context");
+}
+
+/* Of the thread that ends the process only this is called. */
+__attribute__((destructor)) static void end(void)
+{
+    dead_thread_ends(NULL);
 }
 
 static void after_fork(void)
@@ -302,6 +335,8 @@ static const char *error_name(CUresult error)
     case CUDA_ERROR_INVALID_CONTEXT: return "CUDA_ERROR_INVALID_CONTEXT";
     case CUDA_ERROR_INVALID_HANDLE: return "CUDA_ERROR_INVALID_HANDLE";
     case CUDA_ERROR_NOT_FOUND: return "CUDA_ERROR_NOT_FOUND";
+    case CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED: return "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED";
+    case CUDA_ERROR_PEER_ACCESS_NOT_ENABLED: return "CUDA_ERROR_PEER_ACCESS_NOT_ENABLED";
     case CUDA_ERROR_CONTEXT_IS_DESTROYED: return "CUDA_ERROR_CONTEXT_IS_DESTROYED";
     case CUDA_ERROR_NOT_SUPPORTED: return "CUDA_ERROR_NOT_SUPPORTED";
     default: return "CUDA_ERROR_UNKNOWN";
@@ -452,22 +487,34 @@ API CUresult cuDeviceGetByPCIBusId(CUdevice *device, const char *text)
 
 /* ---- contexts ---------------------------------------------------------------------------------------- */
 
-static struct context *new_context(CUdevice device, bool is_primary)
+/* Makes `again`, a destroyed context, a new one; or, if that is NULL, one with a handle of its own. */
+static struct context *new_context(struct context *again, CUdevice device, bool is_primary)
 {
-    struct context *c = calloc(1, sizeof *c);
+    struct context *c = again ? again : calloc(1, sizeof *c);
     if (!c)
         abort();
-    c->device = device, c->primary = is_primary, c->id = ++last_context_id;
-    c->next = contexts, contexts = c;
+    if (!again)
+        c->next = contexts, contexts = c;
+    c->device = device, c->primary = is_primary, c->destroyed = false, c->id = ++last_context_id;
+    return c;
+}
+
+static struct context *free_handle(void)
+{
+    struct context *c = contexts;
+    while (c && (c->primary || !c->destroyed))
+        c = c->next;
     return c;
 }
 
 static CUresult usable(struct context *context)
 {
-    for (struct context *c = contexts; c; c = c->next)
-        if (c == context)
-            return c->destroyed ? CUDA_ERROR_CONTEXT_IS_DESTROYED : CUDA_SUCCESS;
-    return CUDA_ERROR_INVALID_CONTEXT;
+    if (!context)
+        return CUDA_ERROR_INVALID_CONTEXT;
+    if (known(context))
+        return context->destroyed ? CUDA_ERROR_CONTEXT_IS_DESTROYED : CUDA_SUCCESS;
+    (void)*(volatile char *)context; /* the real driver looks into the handle too: SIGSEGV where nothing is */
+    return CUDA_ERROR_CONTEXT_IS_DESTROYED;
 }
 
 static void drop_range(struct range **link)
@@ -484,6 +531,10 @@ static void drop_range(struct range **link)
 static void destroy(struct context *context)
 {
     context->destroyed = true;
+    memset(context->peer, 0, sizeof context->peer);
+    for (struct context *c = contexts; c; c = c->next)
+        if (c->peer[context->device] == context)
+            c->peer[context->device] = NULL;
     for (struct range **link = &ranges; *link;) {
         if ((*link)->owner == context)
             drop_range(link);
@@ -496,15 +547,20 @@ static void destroy(struct context *context)
 static CUresult current(struct context **context)
 {
     *context = depth ? stack[depth - 1] : NULL;
-    return *context ? usable(*context) : CUDA_ERROR_INVALID_CONTEXT;
+    return usable(*context);
+}
+
+static bool active(CUdevice device)
+{
+    return primary[device].context && !primary[device].context->destroyed;
 }
 
 API CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device)
 {
     CALL_ON(device);
     pthread_mutex_lock(&lock);
-    if (!primary[device].context)
-        primary[device].context = new_context(device, true);
+    if (!active(device))
+        primary[device].context = new_context(primary[device].context, device, true);
     primary[device].retained++;
     *context = primary[device].context;
     pthread_mutex_unlock(&lock);
@@ -513,9 +569,8 @@ API CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device)
 
 static void deactivate(CUdevice device)
 {
-    if (primary[device].context)
+    if (active(device))
         destroy(primary[device].context);
-    primary[device].context = NULL;
 }
 
 API CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device)
@@ -540,12 +595,12 @@ API CUresult cuDevicePrimaryCtxReset_v2(CUdevice device)
     return CUDA_SUCCESS;
 }
 
-API CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *active)
+API CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *is_active)
 {
     CALL_ON(device);
     pthread_mutex_lock(&lock);
     *flags = 0;
-    *active = primary[device].context != NULL;
+    *is_active = active(device);
     pthread_mutex_unlock(&lock);
     return CUDA_SUCCESS;
 }
@@ -557,7 +612,7 @@ API CUresult cuCtxCreate_v2(CUcontext *context, unsigned flags, CUdevice device)
     if (depth == MAX_STACK)
         return CUDA_ERROR_INVALID_VALUE;
     pthread_mutex_lock(&lock);
-    *context = stack[depth++] = new_context(device, false);
+    *context = stack[depth++] = new_context(free_handle(), device, false);
     pthread_mutex_unlock(&lock);
     return CUDA_SUCCESS;
 }
@@ -596,40 +651,41 @@ API CUresult cuCtxGetCurrent(CUcontext *context)
     return CUDA_SUCCESS;
 }
 
+/* Remembers a context that is made current dead; the driver takes it without an error. */
+static void remember_if_dead(struct context *context)
+{
+    pthread_mutex_lock(&lock);
+    bool dead = !known(context) || context->destroyed;
+    pthread_mutex_unlock(&lock);
+    if (dead) {
+        dead_set = context;
+        pthread_setspecific(dead_key, context);
+    }
+}
+
 API CUresult cuCtxSetCurrent(CUcontext context)
 {
     CALL();
+    if (dead_on_top() && context != dead_set)
+        die(SIGSEGV, "a dead context is replaced");
     if (!context) { /* NULL pops */
         depth -= depth > 0;
         return CUDA_SUCCESS;
     }
-    pthread_mutex_lock(&lock);
-    CUresult result = usable(context);
-    pthread_mutex_unlock(&lock);
-    if (result == CUDA_ERROR_INVALID_CONTEXT)
-        return result;
-    if (depth && stack[depth - 1] == dead_set && context != dead_set)
-        die(SIGSEGV, "a dead context is replaced");
-    if (result) {
-        dead_set = context;
-        pthread_setspecific(dead_key, context);
-    }
     depth += !depth;
     stack[depth - 1] = context;
+    remember_if_dead(context);
     return CUDA_SUCCESS;
 }
 
 API CUresult cuCtxPushCurrent_v2(CUcontext context)
 {
     CALL();
-    pthread_mutex_lock(&lock);
-    CUresult result = usable(context);
-    pthread_mutex_unlock(&lock);
-    if (!result && depth == MAX_STACK)
-        result = CUDA_ERROR_INVALID_VALUE;
-    if (!result)
-        stack[depth++] = context;
-    return result;
+    if (!context || depth == MAX_STACK)
+        return CUDA_ERROR_INVALID_VALUE;
+    stack[depth++] = context;
+    remember_if_dead(context);
+    return CUDA_SUCCESS;
 }
 
 API CUresult cuCtxPopCurrent_v2(CUcontext *context)
@@ -653,13 +709,19 @@ API CUresult cuCtxPopCurrent_v2(CUcontext *context)
         return current_;                        \
     }
 
+/* Answers under a dead context too. */
 API CUresult cuCtxGetDevice(CUdevice *device)
 {
     CALL();
-    CURRENT_OR_RETURN(context);
-    *device = context->device;
+    struct context *context;
+    pthread_mutex_lock(&lock);
+    CUresult result = current(&context);
+    if (known(context)) {
+        *device = context->device;
+        result = CUDA_SUCCESS;
+    }
     pthread_mutex_unlock(&lock);
-    return CUDA_SUCCESS;
+    return result;
 }
 
 API CUresult cuCtxGetId(CUcontext context, unsigned long long *id)
@@ -670,6 +732,50 @@ API CUresult cuCtxGetId(CUcontext context, unsigned long long *id)
     result = context ? usable(context) : current(&context);
     if (!result)
         *id = context->id;
+    pthread_mutex_unlock(&lock);
+    return result;
+}
+
+/* Says 201, not 709, of a dead context. */
+API CUresult cuCtxGetApiVersion(CUcontext context, unsigned *version)
+{
+    CALL();
+    pthread_mutex_lock(&lock);
+    CUresult result = context ? usable(context) : current(&context);
+    pthread_mutex_unlock(&lock);
+    if (result)
+        return CUDA_ERROR_INVALID_CONTEXT;
+    *version = 3020;
+    return CUDA_SUCCESS;
+}
+
+/* The current context may reach the memory of `peer`. */
+API CUresult cuCtxEnablePeerAccess(CUcontext peer, unsigned flags)
+{
+    CALL();
+    if (flags)
+        return CUDA_ERROR_INVALID_VALUE;
+    CURRENT_OR_RETURN(context);
+    CUresult result = usable(peer);
+    if (!result && peer->device == context->device)
+        result = CUDA_ERROR_INVALID_DEVICE;
+    if (!result && context->peer[peer->device] == peer)
+        result = CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED;
+    if (!result)
+        context->peer[peer->device] = peer;
+    pthread_mutex_unlock(&lock);
+    return result;
+}
+
+API CUresult cuCtxDisablePeerAccess(CUcontext peer)
+{
+    CALL();
+    CURRENT_OR_RETURN(context);
+    CUresult result = usable(peer);
+    if (!result && context->peer[peer->device] != peer)
+        result = CUDA_ERROR_PEER_ACCESS_NOT_ENABLED;
+    if (!result)
+        context->peer[peer->device] = NULL;
     pthread_mutex_unlock(&lock);
     return result;
 }
@@ -761,9 +867,9 @@ static int new_memory(size_t bytes)
     return fd;
 }
 
-API CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t bytes)
+/* Memory made under the current context. */
+static CUresult allocate(CUdeviceptr *address, size_t bytes, enum kind kind)
 {
-    CALL();
     if (!bytes)
         return CUDA_ERROR_INVALID_VALUE;
     CURRENT_OR_RETURN(context);
@@ -771,12 +877,41 @@ API CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t bytes)
     int fd = new_memory(mapped);
     void *base = fd < 0 ? MAP_FAILED : mmap(NULL, mapped, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (base != MAP_FAILED)
-        add_range((struct range){.base = *address = (CUdeviceptr)base, .size = bytes, .mapped = mapped,
-                                 .kind = ALLOCATED, .owner = context, .device = context->device, .fd = fd});
+        add_range((struct range){.base = *address = (CUdeviceptr)base, .size = bytes, .mapped = mapped, .kind = kind,
+                                 .owner = kind == STREAM_ORDERED ? NULL : context, .device = context->device,
+                                 .fd = fd});
     else if (fd >= 0)
         close(fd);
     pthread_mutex_unlock(&lock);
     return base == MAP_FAILED ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_SUCCESS;
+}
+
+API CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t bytes)
+{
+    CALL();
+    return allocate(address, bytes, ALLOCATED);
+}
+
+API CUresult cuMemAllocManaged(CUdeviceptr *address, size_t bytes, unsigned flags)
+{
+    (void)flags;
+    CALL();
+    return allocate(address, bytes, MANAGED);
+}
+
+API CUresult cuMemHostAlloc(void **address, size_t bytes, unsigned flags)
+{
+    (void)flags;
+    CALL();
+    return allocate((CUdeviceptr *)address, bytes, PINNED_HOST);
+}
+
+/* From the pool of the current context's device; there is but the default stream. */
+API CUresult cuMemAllocAsync(CUdeviceptr *address, size_t bytes, void *stream)
+{
+    (void)stream;
+    CALL();
+    return allocate(address, bytes, STREAM_ORDERED);
 }
 
 API CUresult cuMemFree_v2(CUdeviceptr address)
@@ -784,17 +919,49 @@ API CUresult cuMemFree_v2(CUdeviceptr address)
     CALL();
     pthread_mutex_lock(&lock);
     CUresult result = remove_range(address, ALLOCATED);
+    if (result)
+        result = remove_range(address, MANAGED);
+    if (result)
+        result = remove_range(address, STREAM_ORDERED);
     pthread_mutex_unlock(&lock);
     return result;
 }
 
-/* The call libfabric makes for each descriptor: it answers in the owner's context only. */
+API CUresult cuMemFreeHost(void *address)
+{
+    CALL();
+    pthread_mutex_lock(&lock);
+    CUresult result = remove_range((CUdeviceptr)address, PINNED_HOST);
+    pthread_mutex_unlock(&lock);
+    return result;
+}
+
+API CUresult cuMemFreeAsync(CUdeviceptr address, void *stream)
+{
+    (void)stream;
+    CALL();
+    CURRENT_OR_RETURN(context);
+    CUresult result = remove_range(address, STREAM_ORDERED);
+    pthread_mutex_unlock(&lock);
+    return result;
+}
+
+/* Whether the memory is mapped for work in that context. */
+static bool reaches(const struct context *context, const struct range *r)
+{
+    if (r->kind == MANAGED || r->kind == PINNED_HOST || r->device == context->device)
+        return true;
+    return r->owner ? context->peer[r->device] == r->owner : r->access >> context->device & 1;
+}
+
+/* The call libfabric makes for each descriptor: any context of the owner's device will do, and those of another
+ * device only with peer access. */
 API CUresult cuMemGetAddressRange_v2(CUdeviceptr *base, size_t *bytes, CUdeviceptr address)
 {
     CALL();
     CURRENT_OR_RETURN(context);
     struct range *r = find(address);
-    CUresult result = r && (!r->owner || r->owner == context) ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
+    CUresult result = r && reaches(context, r) ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
     if (!result && base)
         *base = r->base;
     if (!result && bytes)
@@ -809,18 +976,28 @@ API CUresult cuMemGetAddressRange(CUdeviceptr *base, size_t *bytes, CUdeviceptr 
     return cuMemGetAddressRange_v2(base, bytes, address);
 }
 
+static unsigned memory_type(const struct range *r)
+{
+    return r->kind == PINNED_HOST ? CU_MEMORYTYPE_HOST : CU_MEMORYTYPE_DEVICE;
+}
+
+static bool takes_ipc(const struct range *r)
+{
+    return r->kind == ALLOCATED || r->kind == IPC_OPENED;
+}
+
 /* Writes one attribute; r is NULL for an address that is not CUDA's. */
 static CUresult attribute(const struct range *r, CUdeviceptr address, int which, void *out)
 {
     switch (which) {
     case CU_POINTER_ATTRIBUTE_CONTEXT: *(CUcontext *)out = r ? r->owner : NULL; break;
-    case CU_POINTER_ATTRIBUTE_MEMORY_TYPE: *(unsigned *)out = r ? CU_MEMORYTYPE_DEVICE : 0; break;
+    case CU_POINTER_ATTRIBUTE_MEMORY_TYPE: *(unsigned *)out = r ? memory_type(r) : 0; break;
     case CU_POINTER_ATTRIBUTE_DEVICE_POINTER: *(CUdeviceptr *)out = r ? address : 0; break;
     case CU_POINTER_ATTRIBUTE_SYNC_MEMOPS: *(unsigned *)out = r ? r->sync_memops : 0; break;
     case CU_POINTER_ATTRIBUTE_BUFFER_ID: *(unsigned long long *)out = r ? r->buffer_id : 0; break;
-    case CU_POINTER_ATTRIBUTE_IS_MANAGED: *(unsigned *)out = 0; break;
+    case CU_POINTER_ATTRIBUTE_IS_MANAGED: *(unsigned *)out = r && r->kind == MANAGED; break;
     case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL: *(int *)out = r ? r->device : -2; break;
-    case CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE: *(int *)out = r && r->owner; break;
+    case CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE: *(int *)out = r && takes_ipc(r); break;
     case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR: *(CUdeviceptr *)out = r ? r->base : 0; break;
     case CU_POINTER_ATTRIBUTE_RANGE_SIZE: *(size_t *)out = r ? r->size : 0; break;
     case CU_POINTER_ATTRIBUTE_MAPPED: *(unsigned *)out = r != NULL; break;
@@ -852,17 +1029,21 @@ API CUresult cuPointerGetAttributes(unsigned count, const int *which, void **out
     return result;
 }
 
+/* No context needed. Memory without one refuses it. */
 API CUresult cuPointerSetAttribute(const void *value, int which, CUdeviceptr address)
 {
     CALL();
+    CUresult result = CUDA_SUCCESS;
     pthread_mutex_lock(&lock);
     struct range *r = find(address);
-    if (r && which == CU_POINTER_ATTRIBUTE_SYNC_MEMOPS)
+    if (which != CU_POINTER_ATTRIBUTE_SYNC_MEMOPS || (r && !r->owner))
+        result = CUDA_ERROR_NOT_SUPPORTED;
+    else if (!r)
+        result = CUDA_ERROR_INVALID_VALUE;
+    else
         r->sync_memops = *(const unsigned *)value;
     pthread_mutex_unlock(&lock);
-    if (which != CU_POINTER_ATTRIBUTE_SYNC_MEMOPS)
-        return CUDA_ERROR_NOT_SUPPORTED;
-    return r ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+    return result;
 }
 
 /* Copies need a context only in that the real ones do; the bytes are ordinary memory here. */
@@ -984,6 +1165,13 @@ API CUresult cuMemSetAccess(CUdeviceptr address, size_t bytes, const CUmemAccess
     CALL();
     if (!count || mprotect((void *)address, bytes, access->flags == 3 ? PROT_READ | PROT_WRITE : PROT_READ))
         return CUDA_ERROR_INVALID_VALUE;
+    pthread_mutex_lock(&lock);
+    for (struct range *r = ranges; r; r = r->next)
+        for (size_t i = 0; r->base >= address && r->base < address + bytes && i < count; i++) {
+            unsigned bit = 1u << access[i].location.id;
+            r->access = access[i].flags ? r->access | bit : r->access & ~bit;
+        }
+    pthread_mutex_unlock(&lock);
     return CUDA_SUCCESS;
 }
 
@@ -1008,11 +1196,13 @@ struct ipc {
 API CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr address)
 {
     CALL();
-    pthread_mutex_lock(&lock);
+    CURRENT_OR_RETURN(context); /* any: it need not be the owner's */
     struct range *r = find(address);
-    struct ipc ipc = {.pid = getpid(), .fd = r ? r->fd : -1, .size = r ? r->size : 0, .mapped = r ? r->mapped : 0};
+    struct ipc ipc = {.pid = getpid(), .fd = -1};
+    if (r && r->kind == ALLOCATED) /* no other memory has a legacy handle, nor has memory of others */
+        ipc.fd = r->fd, ipc.size = r->size, ipc.mapped = r->mapped;
     pthread_mutex_unlock(&lock);
-    if (ipc.fd < 0) /* VMM memory and memory of others have no legacy handle */
+    if (ipc.fd < 0)
         return CUDA_ERROR_INVALID_VALUE;
     memset(handle, 0, sizeof *handle);
     memcpy(handle, &ipc, sizeof ipc);
@@ -1059,8 +1249,8 @@ API void fakecuda_look(CUdeviceptr address, struct fakecuda_look *look)
     struct range *r = find(address);
     struct context *top = depth ? stack[depth - 1] : NULL;
     look->owner = r ? r->device : NO_DEVICE;
-    look->current = top ? top->device : NO_DEVICE;
-    look->right = r && top && !top->destroyed && (r->owner ? r->owner == top : r->device == top->device);
+    look->current = top_device();
+    look->right = r && top && known(top) && !top->destroyed && (r->owner ? r->owner == top : r->device == top->device);
     pthread_mutex_unlock(&lock);
 }
 
@@ -1077,7 +1267,6 @@ NOT_HERE(cuEventCreate)
 NOT_HERE(cuEventDestroy_v2)
 NOT_HERE(cuEventQuery)
 NOT_HERE(cuEventRecord)
-NOT_HERE(cuMemAllocManaged)
 NOT_HERE(cuMemExportToShareableHandle)
 NOT_HERE(cuMemGetAllocationPropertiesFromHandle)
 NOT_HERE(cuMemGetHandleForAddressRange)

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * A CUDA runtime (libcudart.so.12 and .13) on top of the fake driver. What matters is the one habit that the
- * bug is made of: a thread that has chosen no device gets device 0 on its first use.
+ * bug is made of: a thread with no context gets device 0 on its next use, also one that once chose another (the
+ * choice is nothing but the context it makes current).
  */
 #include "cuda_abi.h"
 
@@ -31,6 +32,7 @@ CUresult cuMemAlloc_v2(CUdeviceptr *, size_t);
 CUresult cuMemFree_v2(CUdeviceptr);
 CUresult cuMemcpy(CUdeviceptr, CUdeviceptr, size_t);
 CUresult cuMemsetD8_v2(CUdeviceptr, unsigned char, size_t);
+CUresult cuPointerGetAttributes(unsigned, const int *, void **, CUdeviceptr);
 CUresult cuIpcGetMemHandle(CUipcMemHandle *, CUdeviceptr);
 CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *, CUipcMemHandle, unsigned);
 CUresult cuIpcCloseMemHandle(CUdeviceptr);
@@ -38,7 +40,6 @@ CUresult cuIpcCloseMemHandle(CUdeviceptr);
 enum { MAX_DEVICES = 16 };
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static CUcontext retained[MAX_DEVICES]; /* the runtime retains a primary context once, not per call */
-static _Thread_local int chosen;        /* device 0 unless the thread says otherwise */
 static _Thread_local cudaError_t last_error;
 
 static cudaError_t done(CUresult result)
@@ -78,22 +79,19 @@ static CUresult need_context(void)
     CUresult result = cuInit(0);
     if (!result)
         result = cuCtxGetCurrent(&context);
-    return result || context ? result : bind(chosen);
+    return result || context ? result : bind(0);
 }
 
 API cudaError_t cudaSetDevice(int device)
 {
-    CUresult result = bind(device);
-    if (!result)
-        chosen = device;
-    return done(result);
+    return done(bind(device));
 }
 
 API cudaError_t cudaGetDevice(int *device)
 {
     CUcontext context = NULL;
     if (cuCtxGetCurrent(&context) || !context || cuCtxGetDevice(device))
-        *device = chosen;
+        *device = 0;
     return 0;
 }
 
@@ -162,6 +160,33 @@ API cudaError_t cudaMalloc(void **address, size_t bytes)
 {
     CUresult result = need_context();
     return done(result ? result : cuMemAlloc_v2((CUdeviceptr *)address, bytes));
+}
+
+struct pointer_attributes {
+    int type; /* 0: not CUDA's, 1: host, 2: device, 3: managed */
+    int device;
+    void *on_device, *on_host;
+};
+
+/* Makes nothing current. */
+API cudaError_t cudaPointerGetAttributes(struct pointer_attributes *out, const void *address)
+{
+    int device = 0;
+    unsigned type = 0, managed = 0;
+    CUresult result = cuInit(0);
+    int which[] = {CU_POINTER_ATTRIBUTE_MEMORY_TYPE, CU_POINTER_ATTRIBUTE_IS_MANAGED,
+                   CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL};
+    void *values[] = {&type, &managed, &device};
+    if (!result)
+        result = cuPointerGetAttributes(3, which, values, (CUdeviceptr)address);
+    if (!result) {
+        void *same = (void *)(uintptr_t)address;
+        out->type = managed ? 3 : (int)type;
+        out->device = device;
+        out->on_device = type ? same : NULL;
+        out->on_host = type == CU_MEMORYTYPE_DEVICE && !managed ? NULL : same;
+    }
+    return done(result);
 }
 
 API cudaError_t cudaFree(void *address)

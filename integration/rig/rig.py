@@ -103,6 +103,12 @@ class Outcome:
         return Counter(post.verdict for post in self.records if post.is_post)
 
     @property
+    def progress_gpus(self) -> set[int | None]:
+        """In which GPUs' contexts NIXL's own threads, on both ends, took completions; None: in no context."""
+        posting = {post.tid for post in self.records if post.is_post}
+        return {post.current for post in self.records if post.op == "completion" and post.tid not in posting}
+
+    @property
     def done(self) -> bool:
         """Whether every transfer completed with the right bytes."""
         return self.result["state"] == "DONE" and self.result["data_ok"] and not self.result["error"]

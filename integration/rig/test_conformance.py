@@ -57,7 +57,7 @@ def test_fake_driver(on_fake: dict[str, Any], check: str) -> None:
     assert_as_pinned(on_fake, check)
 
 
-@pytest.mark.parametrize("check", sorted(CHECKS.keys() - PINNED.keys() - {"dead_primary_context_set"}))
+@pytest.mark.parametrize("check", sorted(CHECKS.keys() - PINNED.keys()))
 def test_fake_driver_survives_what_is_not_pinned(on_fake: dict[str, Any], check: str) -> None:
     assert "error" not in on_fake["checks"][check]
 

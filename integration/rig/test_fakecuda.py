@@ -119,7 +119,7 @@ def test_memory_crosses_processes_by_ipc(fake_driver: Rig) -> None:
         fake_driver,
         """
         import subprocess, sys
-        init(); owner = retain(1); memory = alloc(owner); ctypes.memset(memory, 7, 16)
+        init(); owner = retain(1); memory = alloc(owner); ctypes.memset(memory, 7, 16); set_current(owner)
         key = ctypes.create_string_buffer(64)
         must(cu("cuIpcGetMemHandle", key, address(memory)))
         child = '''

@@ -129,6 +129,7 @@ class HostMemory:
 # ---- which thread makes the transfer -------------------------------------------------------------
 
 Work = Callable[[], None]
+MakeBuffers = Callable[[], list[Any]]
 
 
 def on_main(work: Work) -> None:
@@ -225,6 +226,30 @@ def new_agent(name: str, options: argparse.Namespace) -> Any:
     return api.nixl_agent(name, api.nixl_agent_config(backends=[options.backend]))
 
 
+def agent_on_other_gpu(name: str, options: argparse.Namespace) -> Any:
+    """Make the agent on a helper thread that sits on another GPU, as some servers do."""
+    made: list[Any] = []
+
+    def make() -> None:
+        make_current(options.other_gpu)
+        made.append(new_agent(name, options))
+
+    on_thread(make)
+    return made[0]
+
+
+def set_up(name: str, options: argparse.Namespace, gpu: int, make_buffers: MakeBuffers) -> tuple[Any, list[Any]]:
+    """Make the agent and the buffers, in the order that --agent asks for; the main thread is on ``gpu`` afterwards."""
+    mode = MODES[options.mode]
+    agent = new_agent(name, options) if options.agent == "first" else None
+    if mode.memory is GpuMemory:
+        make_current(gpu)
+    buffers = make_buffers()
+    if agent is None:
+        agent = (agent_on_other_gpu if options.agent == "on-other-gpu" else new_agent)(name, options)
+    return agent, buffers
+
+
 def register(agent: Any, buffers: list[Any], dev_ids: list[int]) -> Any:
     descs = [(b.address, b.size, dev, "") for b, dev in zip(buffers, dev_ids, strict=True)]
     return agent.register_memory(descs, buffers[0].kind)
@@ -235,12 +260,10 @@ def sender(peer: Connection, options: argparse.Namespace) -> dict[str, Any]:
     run: Callable[[Work], None] = EarlyThread() if mode.run is EarlyThread else mode.run
     gpu_of = {"gpu": options.gpu, "other": options.other_gpu}
     on_gpu = mode.memory is GpuMemory
-    if on_gpu:
-        make_current(options.gpu)
     filled = mode.operation == "WRITE"
-    buffers = new_buffers(mode, [gpu_of[name] for name in mode.gpus], options.size, filled)
+    gpus = [gpu_of[name] for name in mode.gpus]
+    agent, buffers = set_up("sender", options, options.gpu, lambda: new_buffers(mode, gpus, options.size, filled))
     dev_ids = [gpu_of[mode.dev_id] if mode.dev_id else buffer.gpu for buffer in buffers]
-    agent = new_agent("sender", options)
     registered = register(agent, buffers, dev_ids)
 
     metadata, remote = peer.recv()
@@ -298,11 +321,11 @@ def sender(peer: Connection, options: argparse.Namespace) -> dict[str, Any]:
 
 def receiver(peer: Connection, options: argparse.Namespace) -> dict[str, Any]:
     mode = MODES[options.mode]
-    if mode.memory is GpuMemory:
-        make_current(options.peer_gpu)
     filled = mode.operation == "READ"
-    buffers = new_buffers(mode, [options.peer_gpu] * len(mode.gpus), options.size, filled)
-    agent = new_agent("receiver", options)
+    gpus = [options.peer_gpu] * len(mode.gpus)
+    agent, buffers = set_up(
+        "receiver", options, options.peer_gpu, lambda: new_buffers(mode, gpus, options.size, filled)
+    )
     registered = register(agent, buffers, [buffer.gpu for buffer in buffers])
     peer.send((agent.get_agent_metadata(), [(b.address, b.size, b.gpu) for b in buffers]))
     while (notification := peer.recv()) != "end":
@@ -376,6 +399,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--peer-gpu", type=int, default=1, help="the receiver's GPU")
     parser.add_argument("--size", type=int, default=1 << 20, help="bytes per buffer")
     parser.add_argument("--transfers", type=int, default=1, help="how often to do it")
+    parser.add_argument(
+        "--agent",
+        choices=("last", "first", "on-other-gpu"),
+        default="last",
+        help="when the agent is made: after the memory, before any CUDA, or on a thread that sits on --other-gpu",
+    )
     parser.add_argument("--backend", default="LIBFABRIC")
     parser.add_argument("--module", default="nixl_cu12")
     parser.add_argument("--start-method", choices=("spawn", "forkserver"), default="spawn")

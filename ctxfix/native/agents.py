@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The native threads of NIXL agents: each agent's start in, and follow, the context of that agent's memory.
+
+An agent has a thread group. While the agent or a backend of it is being made, threads that NIXL starts join the group;
+they begin in the context that :func:`ctxfix.affinity.preferred` names, or wait if there is none yet. The agent's first
+registration of GPU memory gives the group its context, and running threads take it at the next turn of their loop. An
+agent with memory of several GPUs keeps the first: its progress thread can be in one context only, and libfabric's calls
+are bound one by one anyway.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ctxfix import affinity, counters, driver, guard, native, settings
+from ctxfix.registry import registry
+
+_groups: dict[int, int] = {}  # id of an agent -> its thread group
+
+
+def enabled() -> bool:
+    """Whether native threads are covered: the extension is there, and CTXFIX_NATIVE_THREADS does not say off."""
+    return native.available() and settings.current().native_threads != "off"
+
+
+def install() -> None:
+    """Hook what is loaded, before libfabric is used for the first time. Never raises outside strict mode."""
+    if enabled():
+        try:
+            native.install()
+        except Exception as error:
+            guard.failed("native.install", error)
+
+
+@contextmanager
+def starting(agent: int) -> Iterator[None]:
+    """For the length of a ``with`` block, threads that the calling thread starts are of ``agent`` (its ``id()``)."""
+    if not enabled():
+        yield
+        return
+    try:
+        native.install()
+        group = _groups.get(agent) or _groups.setdefault(agent, native.new_group())
+        before = native.arm(affinity.preferred(driver.current()), group)
+    except Exception as error:
+        guard.failed("native.arm", error)
+        yield
+        return
+    try:
+        yield
+    finally:
+        native.disarm(before)
+
+
+def follow(agent: int, context: int) -> None:
+    """``agent`` is about to register memory owned by ``context``: its threads go there."""
+    if not enabled():
+        return
+    native.set_home(context)
+    group = _groups.get(agent)
+    if group is None:  # made before ctxfix was active: its threads are not ours to tell apart
+        return
+    present = native.group_info(group).context
+    if present == context:
+        return
+    if present and present in registry.contexts_of(agent):
+        counters.count("several_gpu_agents")
+        guard.warn_once(
+            "several_gpu_agents",
+            "ctxfix: one NIXL agent has memory of several GPUs. Its progress thread stays in the context of the first; "
+            "libfabric's copies are bound one by one. Use one agent for each GPU.",
+        )
+        return
+    native.bind_group(group, context)
+
+
+def forget(agent: int) -> None:
+    """``agent`` is gone, or has deregistered something: what follows from it."""
+    if not enabled():
+        return
+    contexts = registry.contexts()
+    native.set_home(contexts[-1] if contexts else 0)
+
+
+def gone(agent: int) -> None:
+    """``agent`` is destroyed, and its threads with it."""
+    _groups.pop(agent, None)
+    forget(agent)
+
+
+def hold(on: bool) -> None:
+    """Keep the calling thread's context against NIXL's own changes of it, or no longer (see :func:`native.hold`)."""
+    if enabled():
+        native.hold(on)
+
+
+def calls_are_whole() -> bool:
+    """Whether libfabric's device-to-device copies are made by the extension, which waits for their end."""
+    return enabled() and native.status().get("libfabric_calls", 0) > 0
+
+
+@contextmanager
+def native_threads(memory: Any = None) -> Iterator[None]:
+    """For the length of a ``with`` block, native threads that this thread starts begin in the right context.
+
+    For engines that bring their own threads: make them inside. The context is that of ``memory`` (a CUDA tensor, a
+    descriptor, an address), or without it what :func:`ctxfix.affinity.preferred` names. Threads which those threads
+    start inherit it too. Without the C extension nothing happens, and one warning says so.
+
+    Raises:
+        UnknownOwnerError: ``memory`` is no GPU memory of this process.
+    """
+    if memory is None:
+        driver.attach()
+        context = affinity.preferred(driver.current())
+    else:
+        with affinity.bound(memory) as context:
+            pass
+    if not enabled():
+        reason = native.reason() or "CTXFIX_NATIVE_THREADS=off"
+        guard.warn_once("native_threads", f"ctxfix: native threads are not bound: {reason}")
+        yield
+        return
+    native.install()
+    with native.armed(context):
+        yield
+
+
+os.register_at_fork(after_in_child=_groups.clear)
