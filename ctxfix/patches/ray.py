@@ -193,12 +193,13 @@ def _allocating(original: Callable[..., Any]) -> Callable[..., Any]:
     """For ``create_empty_tensors_from_metadata(tensor_transport_meta, device=None)``."""
 
     @functools.wraps(original)
-    def create_empty_tensors_from_metadata(metadata: Any, device: Any = None) -> Any:
+    def create_empty_tensors_from_metadata(metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        device = args[0] if args else kwargs.get("device")  # not in 2.56
         # A device with an index says itself where the memory is to be.
         if str(device or getattr(metadata, "tensor_device", None)) != "cuda":
-            return original(metadata, device)
+            return original(metadata, *args, **kwargs)
         with _AtHome():
-            return original(metadata, device)
+            return original(metadata, *args, **kwargs)
 
     return create_empty_tensors_from_metadata
 

@@ -11,7 +11,7 @@ import pytest
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[1] / "rig")]
 
-import environments  # noqa: E402
+import host_environments  # noqa: E402
 from rig import MissingSystemPackage, Rig  # noqa: E402
 
 RAY = "2.60.0"
@@ -32,6 +32,8 @@ def rig() -> Rig:
 
 
 @pytest.fixture(scope="session")
-def environment() -> environments.Environment:
+def environment() -> host_environments.Environment:
     # nixl is the package that Ray imports; its two modules point to the wheel that the rig has unpacked.
-    return environments.prepare(f"ray-{RAY}", f"ray=={RAY}", environments.TORCH, without_dependencies=("nixl==1.1.0",))
+    return host_environments.prepare(
+        f"ray-{RAY}", f"ray=={RAY}", host_environments.TORCH, without_dependencies=("nixl==1.1.0",)
+    )

@@ -64,7 +64,7 @@ def synchronize(device: Any = None) -> None:
         set_device(wanted)
     _check(_runtime.cudaDeviceSynchronize(), "cudaDeviceSynchronize")
     if wanted != before:
-        set_device(before)
+        maybe_exchange_device(before)  # as torch's guards: without making a context on the device it goes back to
 
 
 def _index(device: Any) -> int:
@@ -85,7 +85,7 @@ def _allocate(nbytes: int, device: Any) -> Any:
     address = ctypes.c_void_p()
     _check(_runtime.cudaMalloc(ctypes.byref(address), ctypes.c_size_t(max(nbytes, 1))), "cudaMalloc")
     if wanted != before:
-        set_device(before)
+        maybe_exchange_device(before)
     _ranges.append((address.value or 0, (address.value or 0) + nbytes))
     return (ctypes.c_uint8 * nbytes).from_address(address.value)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from environments import ROOT, Environment
+from host_environments import ROOT, Environment
 from rig import Post, Rig, read_posts
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]

@@ -7,12 +7,14 @@ that its start-up file serves every process. Packages that a host needs are pinn
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +50,24 @@ def prepare(name: str, *requirements: str, without_dependencies: tuple[str, ...]
         shutil.rmtree(on_top, ignore_errors=True)
         _install_ctxfix(on_top, folder)
     return Environment(folder / "bin" / "python", on_top / "bin" / "python")
+
+
+def unpack(requirement: str, *patterns: str) -> Path:
+    """The files of a wheel whose names match one of ``patterns``, unpacked once; the wheel itself is not kept."""
+    name = requirement.replace("==", "-")
+
+    def fill(to: Path) -> None:
+        with tempfile.TemporaryDirectory(dir=to.parent) as wheels:
+            options = ["-q", "--disable-pip-version-check", "--no-cache-dir", "--no-deps", "--only-binary=:all:"]
+            _run(sys.executable, "-m", "pip", "download", *options, "-d", wheels, requirement)
+            with zipfile.ZipFile(next(Path(wheels).glob("*.whl"))) as archive:
+                members = [m for m in archive.namelist() if any(fnmatch.fnmatch(m, pattern) for pattern in patterns)]
+                archive.extractall(to, members)
+
+    root = ROOT / ".rig"
+    root.mkdir(exist_ok=True)
+    with _one_at_a_time(root):
+        return _cached(root / f"files-{name}", fill)
 
 
 def _install(to: Path, requirements: tuple[str, ...], without_dependencies: tuple[str, ...]) -> None:
