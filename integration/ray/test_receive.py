@@ -55,6 +55,7 @@ def receive(
     posts, log = tmp_path / "posts.jsonl", tmp_path / "log"
     command = [str(python), str(HERE / "receive.py"), *scenarios, "--size", str(size)]
     env = rig.env(nixl, posts=posts, torch_stub=False, RAY_USAGE_STATS_ENABLED="0", **extra)
+    env.pop("PYTHONDONTWRITEBYTECODE", None)  # each actor would compile torch and Ray anew
     with log.open("w") as out:
         process = subprocess.Popen(
             command, env=env, cwd=tmp_path, stdout=out, stderr=subprocess.STDOUT, start_new_session=True

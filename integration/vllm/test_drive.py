@@ -25,6 +25,7 @@ def drive(
 ) -> tuple[dict[str, Any], list[Post]]:
     posts, log = tmp_path / "posts.jsonl", tmp_path / "log"
     env = rig.env(nixl, posts=posts, torch_stub=False, RAY_USAGE_STATS_ENABLED="0", **extra)
+    env.pop("PYTHONDONTWRITEBYTECODE", None)  # each actor would compile torch, Ray and vLLM anew
     env["PYTHONPATH"] += f"{os.pathsep}{vllm}"
     with log.open("w") as out:
         process = subprocess.Popen(
