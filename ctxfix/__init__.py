@@ -15,7 +15,20 @@ from ctxfix import _startup
 TYPE_CHECKING = False  # `typing` is not loaded at interpreter start; type checkers know the bare name
 if TYPE_CHECKING:
     from ctxfix._status import status
-    from ctxfix.activation import activate, deactivate, patch_nixl, patch_sglang, unpatch_nixl, unpatch_sglang
+    from ctxfix.activation import (
+        activate,
+        deactivate,
+        patch_host,
+        patch_nixl,
+        patch_ray,
+        patch_sglang,
+        patch_vllm,
+        unpatch_host,
+        unpatch_nixl,
+        unpatch_ray,
+        unpatch_sglang,
+        unpatch_vllm,
+    )
     from ctxfix.affinity import bound
     from ctxfix.counters import snapshot as stats
     from ctxfix.errors import CtxfixError, DriverError, PatchError, SettingsError, UnknownOwnerError
@@ -33,12 +46,18 @@ __all__ = [
     "bound",
     "deactivate",
     "native_threads",
+    "patch_host",
     "patch_nixl",
     "patch_sglang",
+    "patch_ray",
+    "patch_vllm",
     "stats",
     "status",
+    "unpatch_host",
     "unpatch_nixl",
     "unpatch_sglang",
+    "unpatch_ray",
+    "unpatch_vllm",
 ]
 
 _HOMES = {
@@ -51,12 +70,18 @@ _HOMES = {
     "bound": ("ctxfix.affinity", "bound"),
     "deactivate": ("ctxfix.activation", "deactivate"),
     "native_threads": ("ctxfix.native.agents", "native_threads"),
+    "patch_host": ("ctxfix.activation", "patch_host"),
     "patch_nixl": ("ctxfix.activation", "patch_nixl"),
     "patch_sglang": ("ctxfix.activation", "patch_sglang"),
+    "patch_ray": ("ctxfix.activation", "patch_ray"),
+    "patch_vllm": ("ctxfix.activation", "patch_vllm"),
     "stats": ("ctxfix.counters", "snapshot"),
     "status": ("ctxfix._status", "status"),
+    "unpatch_host": ("ctxfix.activation", "unpatch_host"),
     "unpatch_nixl": ("ctxfix.activation", "unpatch_nixl"),
     "unpatch_sglang": ("ctxfix.activation", "unpatch_sglang"),
+    "unpatch_ray": ("ctxfix.activation", "unpatch_ray"),
+    "unpatch_vllm": ("ctxfix.activation", "unpatch_vllm"),
 }
 
 

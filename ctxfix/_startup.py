@@ -25,6 +25,13 @@ TARGETS = {
     "sglang.srt.disaggregation.mooncake.conn": "ctxfix.patches.sglang",
     "sglang.srt.disaggregation.mori.conn": "ctxfix.patches.sglang",
     "sglang.srt.disaggregation.nixl.conn": "ctxfix.patches.sglang",
+    "ray._private.function_manager": "ctxfix.patches.ray",
+    "ray.experimental.rdt.nixl_tensor_transport": "ctxfix.patches.ray",
+    "ray.experimental.rdt.util": "ctxfix.patches.ray",
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker": "ctxfix.patches.vllm",
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl_connector": "ctxfix.patches.vllm",
+    "vllm.distributed.weight_transfer.sharded_rdt_engine": "ctxfix.patches.vllm",
+    "vllm.distributed.weight_transfer.sharded_rdt_trainer": "ctxfix.patches.vllm",
 }
 
 YES = ("1", "true", "yes", "on")

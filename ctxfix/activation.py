@@ -7,8 +7,14 @@ from importlib import import_module
 from ctxfix import _startup
 from ctxfix.errors import PatchError
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from ctxfix.patches.host import Hook
+
 _NIXL = "ctxfix.patches.nixl"
 _SGLANG = "ctxfix.patches.sglang"
+_RAY = "ctxfix.patches.ray"
+_VLLM = "ctxfix.patches.vllm"
 
 
 def activate() -> bool:
@@ -82,11 +88,70 @@ def unpatch_sglang() -> dict[str, str]:
     return _unpatch(_SGLANG)
 
 
+def patch_ray() -> dict[str, str]:
+    """Have Ray's actors receive tensors on their own GPU, wherever Ray is imported, now or later. Idempotent.
+
+    NIXL's hooks are apart: ``patch_nixl()``. Returns and raises as ``patch_nixl()`` does, for Ray's modules.
+    """
+    return _patch(_RAY)
+
+
+def unpatch_ray() -> dict[str, str]:
+    """Take Ray's patches off and leave later imports alone. Idempotent.
+
+    Threads that are bound already stay so. Returns and raises as ``unpatch_nixl()`` does, for Ray's modules.
+    """
+    return _unpatch(_RAY)
+
+
+def patch_vllm() -> dict[str, str]:
+    """Patch vLLM's NIXL connector and sharded weight transfer wherever they are imported, now or later. Idempotent.
+
+    NIXL's hooks and Ray's are apart. Returns and raises as ``patch_nixl()`` does, for vLLM's modules.
+    """
+    return _patch(_VLLM)
+
+
+def unpatch_vllm() -> dict[str, str]:
+    """Take vLLM's patches off and leave later imports alone. Idempotent.
+
+    Threads that run already stay bound. Returns and raises as ``unpatch_nixl()`` does, for vLLM's modules.
+    """
+    return _unpatch(_VLLM)
+
+
+def patch_host(name: str, *hooks: "Hook") -> dict[str, str]:
+    """Have the methods of a host that ctxfix does not know run in the context of their memory. Idempotent.
+
+    ``hooks`` is a table of ``ctxfix.patches.host.Hook``, whose module tells how to fill it in. Call it in every
+    process, most simply in your package's ``__init__``. Returns and raises as ``patch_nixl()`` does, for the modules of
+    ``hooks``; also raises PatchError if ``name`` has other hooks already, or a module is hooked by another host.
+    """
+    reason = _startup.off_reason()
+    if reason:
+        return {hook.module: f"off: {reason}" for hook in hooks}
+    modules = import_module("ctxfix.patches.custom").add(name, hooks).modules
+    return _patch_modules("ctxfix.patches.custom", modules)
+
+
+def unpatch_host(name: str) -> dict[str, str]:
+    """Take the hooks of ``patch_host(name, …)`` off and forget them. Idempotent.
+
+    Returns for each of its modules "not patched". Raises PatchError if somebody wrapped a method after us.
+    """
+    custom = sys.modules.get("ctxfix.patches.custom")
+    return dict.fromkeys(custom.discard(name) if custom is not None else (), "not patched")
+
+
 def _patch(patch: str) -> dict[str, str]:
     reason = _startup.off_reason()
     names = _targets_of(patch)
     if reason:
         return {name: f"off: {reason}" for name in names}
+    return _patch_modules(patch, names)
+
+
+def _patch_modules(patch: str, names: list[str]) -> dict[str, str]:
     _startup.unwanted.discard(patch)
     _startup.install()
     for name in names:

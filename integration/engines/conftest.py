@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that bring their own native threads, on the fake driver."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE.parent / "rig")]
+
+from rig import MissingSystemPackage, Rig  # noqa: E402
+
+from ctxfix import native  # noqa: E402
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "engines: engines with native threads, and stand-ins for them")
+
+
+@pytest.fixture(scope="session")
+def rig() -> Rig:
+    if not native.available() and os.environ.get("CI") != "true":
+        pytest.skip(f"the C extension is not there: {native.reason()}")
+    try:
+        return Rig.driver_only()
+    except MissingSystemPackage as reason:
+        if os.environ.get("CI") == "true":
+            raise
+        pytest.skip(str(reason))
