@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import Interpreter
+from environments import Interpreter
 from fake_cuda import FakeCuda
 
 import ctxfix
