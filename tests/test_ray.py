@@ -288,6 +288,21 @@ def test_where_nobody_has_made_a_context_torch_is_told(
     assert cuda.current() == 0
 
 
+def test_the_context_that_torch_makes_stays(
+    cuda: FakeCuda, actor: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch told to go back to a GPU without a context would say 0 from then on, whatever is current."""
+    actor(1)
+    told = []
+    torch_cuda = types.SimpleNamespace(is_available=lambda: True, _maybe_exchange_device=lambda d: told.append(d) or 0)
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=torch_cuda))
+    monkeypatch.setattr(driver, "primary_context", lambda device: 0)
+    with patch._AtHome():
+        cuda.make_current(1)
+    assert told == [1]
+    assert cuda.current() == cuda.contexts[1]
+
+
 # ---- on and off ------------------------------------------------------------------------------------------------------
 
 

@@ -137,7 +137,7 @@ def _making_executors(original: Callable[..., Any]) -> Callable[..., Any]:
 class _AtHome:
     """A block that allocates with ``device="cuda"``: on a thread without a context, on the actor's own GPU.
 
-    Afterwards the thread has no context again, unless somebody chose one meanwhile.
+    Afterwards the thread has no context again, unless somebody chose or made one meanwhile.
     """
 
     def __init__(self) -> None:
@@ -170,7 +170,8 @@ class _AtHome:
         try:
             if self._entered and driver.current() == self._entered:
                 affinity.leave(0)
-            if self._before is not None:
+            # If torch has made a context meanwhile, the thread keeps it, as it would have kept that of GPU 0.
+            if self._before is not None and not driver.current():
                 sys.modules["torch"].cuda._maybe_exchange_device(self._before)
         except Exception as error:  # noqa: BLE001 - the tensors are there
             guard.failed("receiving an RDT object", error)

@@ -14,7 +14,10 @@ import json
 import os
 import sys
 import tempfile
+import time
 from typing import Any, NamedTuple
+
+os.environ.setdefault("RAY_rdt_fetch_fail_timeout_milliseconds", "15000")
 
 import actors
 import ray
@@ -64,19 +67,29 @@ def new_sink(where: Where) -> Any:
     return sink
 
 
+def receive(source: Any, sink: Any, how: str) -> dict[str, Any]:
+    """One transfer. Of Ray 2.60's arguments one in fifty is never fetched, with ctxfix or without: try it again."""
+    try:
+        ref = source.produce.remote()
+        # ray.wait() may return before Ray knows how to fetch the tensor, and then the receiver may not ask.
+        global_worker.rdt_manager.wait_for_tensor_transport_metadata(ref.hex(), 60)
+        given = ref if how == "argument" else [ref]
+        started = time.perf_counter()
+        report = ray.get(getattr(sink, how).remote(given), timeout=60)
+        report["round_trip"] = time.perf_counter() - started
+    except Exception as error:  # told in the result
+        report = {"error": f"{type(error).__name__}: {error}"}
+    return report
+
+
 def run(scenarios: list[tuple[str, str]], nbytes: int) -> None:
     source = ray.remote(actors.Source).options(**OPTIONS, num_gpus=1).remote(nbytes)
     for name, group in itertools.groupby(scenarios, lambda scenario: scenario[0]):
         sink = new_sink(WHERE[name])
         for _, how in group:
-            try:
-                ref = source.produce.remote()
-                # ray.wait() may return before Ray knows how to fetch the tensor, and then the receiver may not ask.
-                global_worker.rdt_manager.wait_for_tensor_transport_metadata(ref.hex(), 60)
-                given = ref if how == "argument" else [ref]
-                report = ray.get(getattr(sink, how).remote(given), timeout=60)
-            except Exception as error:  # told in the result
-                report = {"error": f"{type(error).__name__}: {error}"}
+            report = receive(source, sink, how)
+            if "not found in RDT object store" in report.get("error", ""):
+                report = receive(source, sink, how)
             print(json.dumps({"scenario": f"{name}:{how}", **report}), flush=True)
         ray.kill(sink)
 
