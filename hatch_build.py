@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +55,13 @@ def compiler() -> list[str] | None:
     return command if command and shutil.which(command[0]) else None
 
 
-def build(folder: Path) -> str | None:
-    """Compile the extension into ``folder``; the reason if it could not be."""
+def build(folder: Path, target: Path) -> str | None:
+    """Compile the sources in ``folder`` into the file ``target``; the reason if it could not be."""
     if not sys.platform.startswith("linux"):
         return f"{sys.platform} is not supported"
     cc = compiler()
     if cc is None:
         return "no C compiler was found"
-    target = folder / file_name()
     unfinished = target.with_suffix(".tmp")
     command = [
         *cc,
@@ -94,9 +94,11 @@ class NativeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             return
         wanted = os.environ.get("BUILD_CTXFIX_NATIVE", "auto")
         folder = Path(self.root) / "ctxfix" / "native"
-        stale = folder / file_name()
-        stale.unlink(missing_ok=True)
-        problem = "switched off by BUILD_CTXFIX_NATIVE" if wanted == "off" else build(folder)
+        # An editable install needs the file in the tree; a wheel leaves the tree, which others may be using, alone.
+        built = (folder if version == "editable" else Path(tempfile.mkdtemp(prefix="ctxfix-"))) / file_name()
+        if version == "editable":
+            built.unlink(missing_ok=True)
+        problem = "switched off by BUILD_CTXFIX_NATIVE" if wanted == "off" else build(folder, built)
         if problem:
             if wanted == "require":
                 raise RuntimeError(f"ctxfix: the C extension was not built: {problem}")
@@ -108,4 +110,7 @@ class NativeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             build_data["tag"] = f"cp310-abi3-{system}"
         else:
             build_data["infer_tag"] = True
-        build_data["artifacts"].append(f"ctxfix/native/{file_name()}")
+        if version == "editable":
+            build_data["artifacts"].append(f"ctxfix/native/{file_name()}")
+        else:
+            build_data["force_include"][str(built)] = f"ctxfix/native/{file_name()}"

@@ -167,6 +167,8 @@ def _native() -> dict[str, Any]:
         state: dict[str, Any] = import_module("ctxfix.native").status()
     except Exception as error:
         return {"available": False, "reason": f"not built ({type(error).__name__}: {error})"}
+    if not state["available"]:
+        state["reason"] = f"{state['reason']}: NIXL's own threads, so receivers, are not bound (ctxfix doctor)"
     return {"reason": "; ".join(state.get("problems", ())), **state}
 
 

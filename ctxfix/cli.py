@@ -2,6 +2,7 @@
 """The ``ctxfix`` command. Each subcommand is one function that declares it and one that carries it out."""
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -17,8 +18,10 @@ if TYPE_CHECKING:
 
     Commands = _SubParsersAction[argparse.ArgumentParser]
 
+EXIT_COULD_NOT_RUN = 2
 EXIT_NOT_EXECUTABLE = 126
 EXIT_NOT_FOUND = 127
+EXIT_BROKEN_PIPE = 141  # as a shell tells a SIGPIPE
 BOOTSTRAP = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_bootstrap")
 
 
@@ -33,7 +36,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for declare in (_declare_status, _declare_doctor, _declare_run, _declare_verify, _declare_report):
         declare(commands)
     options = parser.parse_args(arguments)
-    code: int = options.carry_out(options)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a sign shows a question mark
+    try:
+        code: int = options.carry_out(options)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:  # whoever read us has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that nothing complains at exit
+        return EXIT_BROKEN_PIPE
+    except ModuleNotFoundError as error:
+        sys.stderr.write(f"ctxfix: {error.name} is not installed here; install it for {sys.executable}\n")
+        return EXIT_COULD_NOT_RUN
     return code
 
 

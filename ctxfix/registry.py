@@ -11,6 +11,7 @@ import os
 import threading
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ctxfix.driver import Owner
@@ -85,26 +86,32 @@ class Registry:
 
     def remove(self, agent: int, start: int, length: int) -> bool:
         """Forget one registration of exactly this range by ``agent``; False if there is none."""
+        return self.remove_all(agent, [(start, length)]) == 1
+
+    def remove_all(self, agent: int, ranges: Iterable[tuple[int, int]]) -> int:
+        """Forget one registration by ``agent`` of each range (start, length); how many there were."""
         with self._lock:
-            ranges = self._agents.get(agent)
-            if ranges is None or (start, length) not in ranges.registrations:
-                return False
-            old = ranges.registrations[start, length].pop()
-            if not ranges.registrations[start, length]:
-                del ranges.registrations[start, length]
-            ranges.contexts.drop(old.owner.context)
-            if not ranges.registrations:
+            known = self._agents.get(agent)
+            if known is None:
+                return 0
+            old = []
+            for at in ranges:
+                if at in known.registrations:
+                    old.append(known.registrations[at].pop())
+                    known.contexts.drop(old[-1].owner.context)
+                    if not known.registrations[at]:
+                        del known.registrations[at]
+            if not known.registrations:
                 del self._agents[agent]
-            self._drop(old)
-            return True
+            self._drop_all(old)
+            return len(old)
 
     def forget(self, agent: int) -> None:
         """Forget all that ``agent`` registered: it is gone, or goes."""
         with self._lock:
-            ranges = self._agents.pop(agent, None)
-            for registrations in ranges.registrations.values() if ranges else ():
-                for old in registrations:
-                    self._drop(old)
+            known = self._agents.pop(agent, None)
+            if known is not None:
+                self._drop_all([old for olds in known.registrations.values() for old in olds])
 
     def find(self, address: int) -> Registration | None:
         """The registration that holds ``address``, the latest if there are several."""
@@ -141,6 +148,26 @@ class Registry:
                 self._stacks.insert(i, (new,))
             at = self._ends[i]
             i += 1
+
+    def _drop_all(self, olds: Sequence[Registration]) -> None:
+        if len(olds) * 16 < len(self._starts):
+            for old in olds:
+                self._drop(old)
+            return
+        # Many at once: one pass over everything instead of a shift of everything for each.
+        gone = set(olds)
+        segments: list[tuple[int, int, tuple[Registration, ...]]] = []
+        for start, end, stack in zip(self._starts, self._ends, self._stacks, strict=True):
+            left = tuple(r for r in stack if r not in gone)
+            if left and segments and segments[-1][1] == start and segments[-1][2] == left:
+                segments[-1] = (segments[-1][0], end, left)
+            elif left:
+                segments.append((start, end, left))
+        self._starts = [start for start, _, _ in segments]
+        self._ends = [end for _, end, _ in segments]
+        self._stacks = [stack for _, _, stack in segments]
+        for old in olds:
+            self._contexts.drop(old.owner.context)
 
     def _drop(self, old: Registration) -> None:
         first = bisect_left(self._starts, old.start)

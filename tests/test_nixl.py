@@ -10,6 +10,7 @@ import gc
 import inspect
 import os
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -607,6 +608,50 @@ def test_wrong_arguments_give_nixls_own_error(host: Nixl, cuda: FakeCuda) -> Non
             call()
     with pytest.raises(TypeError):
         agent.transfer(1, 2, 3, 4)
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
+def test_the_applications_own_mistakes_are_not_ours(host: Nixl, cuda: FakeCuda, strict: bool, monkeypatch) -> None:
+    monkeypatch.setattr(settings, "current", lambda: settings.Settings(strict=strict))
+    agent = host.agent()
+    host.on("transfer", boom)
+    host.on("check_xfer_state", boom)
+    host.on("deregister_memory", boom)
+    for call in (
+        lambda: agent.transfer(None),
+        lambda: agent.transfer(),
+        lambda: agent.check_xfer_state(None),
+        lambda: agent.deregister_memory(5),
+        lambda: agent.register_memory([], zork=1),
+    ):
+        with pytest.raises((Boom, TypeError)):
+            call()
+    assert host.counted_since("hook_failures") == 0
+
+
+def test_one_registration_at_a_time(host: Nixl, cuda: FakeCuda) -> None:
+    """NIXL crashes when two threads register or deregister with one agent at once."""
+    agent, inside, worst = host.agent(), [], []
+
+    def overlap() -> None:
+        inside.append(1)
+        worst.append(len(inside))
+        time.sleep(0)  # lets the other threads run
+        inside.pop()
+
+    host.on("register_memory", overlap)
+    host.on("deregister_memory", overlap)
+
+    def work(address: int) -> None:
+        for _ in range(50):
+            agent.deregister_memory(agent.register_memory([(address, 64, 1, "")], "VRAM"))
+
+    threads = [threading.Thread(target=work, args=(cuda.alloc(1),)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(worst) == {1} and len(worst) == 400 and len(registry) == 0
 
 
 @pytest.mark.parametrize("empty", [[], DList(VRAM, [])], ids=["list", "dlist"])

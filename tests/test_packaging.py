@@ -38,7 +38,8 @@ def target_folder(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 def test_wheel_holds_both_start_files(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-        assert archive.read("ctxfix-init.pth").startswith(b"import ctxfix._startup")
+        line = archive.read("ctxfix-init.pth").decode()
+        assert line.startswith("import ") and line.count("\n") == 1, "site runs single lines that begin with import"
         module, _, function = archive.read("ctxfix-init.start").decode().strip().partition(":")
     assert {"ctxfix-init.pth", "ctxfix-init.start", "ctxfix/py.typed", "ctxfix/_bootstrap/sitecustomize.py"} <= set(
         names
@@ -128,3 +129,24 @@ def test_target_install_waits_for_the_import_and_says_so(bare: Interpreter, targ
     who = "import sys; print(sys.modules['ctxfix._startup'].started_by)"
     done = bare.process("-m", "ctxfix", "run", "--", str(bare.executable), "-c", who, PYTHONPATH=str(target_folder))
     assert (done.stdout.strip(), done.stderr) == ("ctxfix run", "")
+
+
+def test_a_start_file_that_outlives_the_package_is_silent(bare: Interpreter) -> None:
+    """As after the checkout of an editable install was moved away."""
+    left = bare.site_packages / "ctxfix-init.pth"
+    left.write_text((ROOT / "ctxfix-init.pth").read_text())
+    try:
+        assert bare("print('host')") == "host"
+    finally:
+        left.unlink()
+
+
+def test_a_wheel_is_built_beside_the_tree(wheel: Path, tmp_path: Path) -> None:
+    """Others may be running on the extension in the tree: building a wheel without a compiler leaves it there."""
+    built = sorted((ROOT / "ctxfix" / "native").glob("_native*.so"))
+    before = [(path, path.stat().st_mtime_ns) for path in built]
+    command = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(ROOT)]
+    done = run([sys.executable, "-m", "pip", *command], CC="/bin/false")
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in tmp_path.glob("ctxfix-*-py3-none-any.whl")], "pure, without its extension"
+    assert [(path, path.stat().st_mtime_ns) for path in built] == before

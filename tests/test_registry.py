@@ -75,6 +75,18 @@ def test_contexts_appear_and_vanish_with_their_registrations() -> None:
     assert registry.contexts() == registry.contexts_of(1) == (GPU0.context,)
 
 
+@pytest.mark.parametrize("kept", [0, 1, 900], ids=lambda n: f"{n} kept")
+def test_many_ranges_go_at_once(kept: int) -> None:
+    registry = Registry()
+    ranges = [(100 * i, 50 if i % 2 else 100) for i in range(1000)]
+    for start, length in ranges:
+        registry.add(1, start, length, GPU1)
+    assert registry.remove_all(1, [*ranges[kept:], (5, 5)]) == 1000 - kept
+    assert len(registry) == kept and len(registry._starts) == kept
+    assert [owner_at(registry, start) for start, _ in ranges] == [GPU1] * kept + [None] * (1000 - kept)
+    assert registry.contexts() == ((GPU1.context,) if kept else ())
+
+
 def test_forget_drops_all_of_an_agent_and_nothing_else() -> None:
     registry = Registry()
     for i in range(10):

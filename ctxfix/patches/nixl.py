@@ -12,6 +12,7 @@ import functools
 import itertools
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
@@ -22,7 +23,7 @@ import wrapt
 
 from ctxfix import affinity, counters, driver, footprint, guard, settings, whole_data
 from ctxfix.driver import Owner
-from ctxfix.errors import DriverError, PatchError
+from ctxfix.errors import CtxfixError, DriverError, PatchError
 from ctxfix.native import agents
 from ctxfix.patches import descriptors
 from ctxfix.registry import registry
@@ -53,6 +54,10 @@ _transfers: dict[int, _Memory | None] = {}
 _prepared: dict[int, Sequence[int] | None] = {}
 _UNKNOWN: Any = object()
 
+#: NIXL (1.1.0, 1.4.0) crashes when two threads register or deregister with one agent at once. The hooks stretch these
+#: calls, and must not make that likelier.
+_one_at_a_time = threading.RLock()
+
 #: Whether a post may leave another context current than it found: NIXL 1.4.0 calls cudaSetDevice for each descriptor
 #: once it has seen a second GPU or a device id that is not the owner's (libfabric_backend.cpp, cuda_addr_wa_).
 _nixl_switches = False
@@ -64,23 +69,28 @@ _nixl_switches = False
 class _Held:
     """The context of ``choose()`` for the duration of a call; afterwards the caller's, whoever changed it."""
 
-    __slots__ = ("_choose", "_previous", "_where")
+    __slots__ = ("_choose", "_failure", "_previous", "_where")
 
     def __init__(self, where: str, choose: Callable[[], int]) -> None:
         self._where = where
         self._choose = choose
         self._previous: int | None = None
+        self._failure: Exception | None = None
 
     def __enter__(self) -> None:
         try:
             self._previous = driver.current()
             affinity.enter(self._choose())
-        except Exception as error:  # noqa: BLE001 - the call must go through
+        except CtxfixError as error:
             guard.failed(self._where, error)
+        except Exception as error:  # told only if NIXL does not stumble over the same arguments
+            self._failure = error
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if self._previous is not None:
             affinity.leave(self._previous)
+        if self._failure is not None and kind is None:
+            guard.failed(self._where, self._failure)
 
 
 def _context_of_agent(agent: Any) -> int:
@@ -350,7 +360,7 @@ def _set_up_hooks(vram: Any) -> dict[str, Hook]:
             return owner
 
         try:
-            with _Held("nixl_agent.register_memory", context):
+            with _one_at_a_time, _Held("nixl_agent.register_memory", context):
                 descs = wrapped(*args, **kwargs)
         finally:
             agents.hold(False)
@@ -361,12 +371,11 @@ def _set_up_hooks(vram: Any) -> dict[str, Hook]:
 
     def deregister_memory(wrapped: Hook, agent: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         memory = _argument(args, kwargs, 0, "dereg_list")
-        with _Held("nixl_agent.deregister_memory", lambda: _context_of_list(memory, None, vram)):
+        with _one_at_a_time, _Held("nixl_agent.deregister_memory", lambda: _context_of_list(memory, None, vram)):
             result = wrapped(*args, **kwargs)
         with _Noting("nixl_agent.deregister_memory"):
             if descriptors.is_gpu(memory, None, vram):
-                for address, length, _ in descriptors.rows(memory):
-                    registry.remove(id(agent), address, length)
+                registry.remove_all(id(agent), (row[:2] for row in descriptors.rows(memory)))
                 agents.forget(id(agent))
         return result
 
@@ -462,9 +471,13 @@ def _hot(
     def hook(*args: Any, **kwargs: Any) -> Any:
         try:
             token = enter(*args, **kwargs)
-        except Exception as error:  # the call must go through, also if its arguments are not what enter() knows
+        except CtxfixError as error:
             guard.failed(where, error)
             token = None
+        except Exception as error:
+            result = original(*args, **kwargs)  # if it raises, the arguments were wrong, not we
+            guard.failed(where, error)
+            return result
         if token is None:
             return original(*args, **kwargs)
         try:
@@ -619,7 +632,8 @@ def remove() -> None:
 
 def _after_fork() -> None:
     # The parent's GPU memory is not the child's: nothing that was learnt about it holds.
-    global _nixl_switches
+    global _nixl_switches, _one_at_a_time
+    _one_at_a_time = threading.RLock()
     _transfers.clear()
     _prepared.clear()
     _watched.clear()

@@ -108,7 +108,8 @@ def activation(around: Surroundings) -> Iterator[Finding]:
             BAD,
             f"missing: {native['reason']}",
             "the receiver's progress thread works through GPU 0, and no path can be proven",
-            "install a C compiler and reinstall: pip install --force-reinstall --no-binary ctxfix ctxfix",
+            "install a C compiler and reinstall: "
+            "pip install --force-reinstall --no-deps --no-cache-dir --no-binary ctxfix ctxfix",
         )
 
 
