@@ -594,7 +594,11 @@ def advice(row: Row) -> list[str]:
             result.append(
                 "Run `ctxfix doctor`: peer access, expandable segments and namespaces decide whether IPC can be had."
             )
-    if "not counted" in text:
+    if "no CUDA support" in text:
+        result.append(
+            "Use a libfabric with CUDA support, such as AWS's EFA installer's: without it there is no CUDA IPC."
+        )
+    elif "not counted" in text:
         result.append(
             "Build ctxfix's native part (a C compiler at installation), without which the path cannot be proven."
         )

@@ -136,6 +136,9 @@ def test_what_cannot_be_counted_is_not_proven(rig: Rig, tmp_path: Path, nixl: st
     assert code == 1
     assert set(paths(judgement).values()) == {"UNPROVEN"}
     assert all("not counted" in row["reasons"][0] for row in judgement["rows"])
+    assert all("libfabric with CUDA support" in row["advice"][0] for row in judgement["rows"]), (
+        "not a compiler, that is there"
+    )
     assert all(row["compared"] and row["posts"] == 3 for row in judgement["rows"])
 
 
