@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # make demo   the bug and its end on real NIXL, no GPU needed
 # make test   all tests that need no GPU
+# make test-sglang   SGLang's own classes on the rig: 2.6 GB in .rig/, on Python 3.11 to 3.13
+# make test-hosts   real Ray and vLLM, and engines with native threads, on the rig: 4 GB in .rig/
 # make test-gpu   the tests that need two GPUs: integration/gpu/test_gpu.py says what else
-# make test-hosts   real Ray and vLLM, and engines with native threads, on the rig: no GPU, minutes, 2.5 GB in .rig/
 # make lint   ruff, strict types
 # Everything is set up in $(VENV) and .rig/ on first use. Another interpreter: make test PYTHON=python3.12 VENV=.venv-3.12
 
@@ -10,7 +11,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-hosts test-gpu lint bench clean
+.PHONY: demo test test-sglang test-hosts test-gpu lint bench clean
 
 $(VENV)/ready: pyproject.toml integration/prerequisites.sh $(wildcard hatch_build.py ctxfix/native/*.c)
 	@sh integration/prerequisites.sh $(PYTHON)
@@ -31,6 +32,9 @@ test-hosts: $(VENV)/ready
 	$(BIN)/python -m pytest integration/ray
 	$(BIN)/python -m pytest integration/vllm
 
+test-sglang: $(VENV)/ready
+	$(BIN)/python -m pytest integration/sglang
+
 test-gpu: $(VENV)/ready
 	$(BIN)/python -m pytest integration/gpu
 
@@ -42,6 +46,7 @@ lint: $(VENV)/ready
 bench: $(VENV)/ready
 	$(BIN)/python benchmarks/post.py
 	$(BIN)/python benchmarks/startup.py
+	$(BIN)/python benchmarks/recording.py
 
 clean:
 	rm -rf .venv* .rig build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

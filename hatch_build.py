@@ -18,7 +18,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCES = ("_native.c", "driver.c", "fabric.c", "slots.c", "threads.c")
+SOURCES = ("_native.c", "driver.c", "fabric.c", "log.c", "slots.c", "threads.c")
 
 FLAGS = [
     "-std=c11",

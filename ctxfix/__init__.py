@@ -3,6 +3,9 @@
 
 Importing the package activates it: one import finder is installed, which patches a host (NIXL, …) when the
 program imports it. Nothing else is loaded before that; the names below resolve on first use.
+
+PYTEST_DONT_REWRITE: we have a pytest plugin, and the start-up file imports us before pytest could rewrite our asserts;
+it would warn of that in every run.
 """
 
 import sys
@@ -18,10 +21,12 @@ if TYPE_CHECKING:
         patch_host,
         patch_nixl,
         patch_ray,
+        patch_sglang,
         patch_vllm,
         unpatch_host,
         unpatch_nixl,
         unpatch_ray,
+        unpatch_sglang,
         unpatch_vllm,
     )
     from ctxfix.affinity import bound
@@ -43,12 +48,14 @@ __all__ = [
     "native_threads",
     "patch_host",
     "patch_nixl",
+    "patch_sglang",
     "patch_ray",
     "patch_vllm",
     "stats",
     "status",
     "unpatch_host",
     "unpatch_nixl",
+    "unpatch_sglang",
     "unpatch_ray",
     "unpatch_vllm",
 ]
@@ -65,12 +72,14 @@ _HOMES = {
     "native_threads": ("ctxfix.native.agents", "native_threads"),
     "patch_host": ("ctxfix.activation", "patch_host"),
     "patch_nixl": ("ctxfix.activation", "patch_nixl"),
+    "patch_sglang": ("ctxfix.activation", "patch_sglang"),
     "patch_ray": ("ctxfix.activation", "patch_ray"),
     "patch_vllm": ("ctxfix.activation", "patch_vllm"),
     "stats": ("ctxfix.counters", "snapshot"),
     "status": ("ctxfix._status", "status"),
     "unpatch_host": ("ctxfix.activation", "unpatch_host"),
     "unpatch_nixl": ("ctxfix.activation", "unpatch_nixl"),
+    "unpatch_sglang": ("ctxfix.activation", "unpatch_sglang"),
     "unpatch_ray": ("ctxfix.activation", "unpatch_ray"),
     "unpatch_vllm": ("ctxfix.activation", "unpatch_vllm"),
 }

@@ -4,6 +4,7 @@
 Loads no host, no CUDA and nothing of a host's: versions come from the metadata of installed distributions.
 """
 
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import os
@@ -17,6 +18,7 @@ from typing import Any
 from ctxfix import _startup
 
 START_FILES = ("ctxfix-init.pth", "ctxfix-init.start")
+PLUGIN_GROUP, PLUGIN = "sglang.srt.plugins", "ctxfix"  # SGLang's plugin group, and our name in it
 
 
 def status() -> dict[str, Any]:
@@ -36,6 +38,7 @@ def status() -> dict[str, Any]:
         "start_files": _start_files(),
         "started_by": _startup.started_by,
         "targets": {name: _target(name) for name in _startup.TARGETS},
+        "sglang_plugin": _sglang_plugin(),
         "threads": _threads(),
         "native": _native(),
         "libraries": {name: _version(name) for name in ("cuda-python", "cuda-bindings", "wrapt")},
@@ -88,19 +91,56 @@ def _target(name: str) -> dict[str, Any]:
     if name in sys.modules:
         why = _startup.off_reason() or "imported before ctxfix, or unpatched; ctxfix.activate() patches it"
         return {"version": version, "state": "imported", "reason": why}
-    if version is None and not _findable(package):
+    folders = _folders(package)
+    if version is None and not folders:
         return {"version": None, "state": "not installed", "reason": ""}
+    if folders and not _has_module(folders, name):
+        why = f"{package} {version or ''} has no module {name}; the hooks on other modules and on new threads serve it"
+        return {"version": version, "state": "absent", "reason": why.replace("  ", " ")}
     if _startup.installed() and _startup.wanted(name):
         return {"version": version, "state": "pending", "reason": "patched when it is imported"}
     why = _startup.off_reason() or "unpatched, or ctxfix.deactivate() was called"
     return {"version": version, "state": "off", "reason": why}
 
 
-def _findable(package: str) -> bool:
+def _folders(package: str) -> list[str]:
+    """Where the modules of a top-level package are. Imports nothing."""
     try:
-        return importlib.util.find_spec(package) is not None
+        spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):
-        return False
+        return []
+    return list(spec.submodule_search_locations or ()) if spec is not None else []
+
+
+def _has_module(folders: list[str], name: str) -> bool:
+    """Whether the module ``name`` is in its package's ``folders``; to find its spec would import its parents."""
+    path = os.path.join(*name.split(".")[1:])
+    for folder in folders:
+        stem = os.path.join(folder, path)
+        if os.path.isfile(os.path.join(stem, "__init__.py")):
+            return True
+        if any(os.path.isfile(stem + suffix) for suffix in importlib.machinery.all_suffixes()):
+            return True
+    return False
+
+
+def _sglang_plugin() -> dict[str, str]:
+    """Whether SGLang itself loads ctxfix, through its plugin group."""
+    version, folders = _version("sglang"), _folders("sglang")
+    if not folders:
+        return {"state": "not installed", "reason": ""}
+    if not _has_module(folders, PLUGIN_GROUP):
+        return {"state": "off", "reason": f"SGLang {version} loads no plugins; the start-up file does not need it to"}
+    if not any(point.name == PLUGIN for point in importlib.metadata.entry_points(group=PLUGIN_GROUP)):
+        return {"state": "missing", "reason": f"no entry point {PLUGIN!r} in {PLUGIN_GROUP}: reinstall ctxfix"}
+    allowed = os.environ.get("SGLANG_PLUGINS", "")
+    if allowed and PLUGIN not in [name.strip() for name in allowed.split(",")]:
+        return {
+            "state": "left out",
+            "reason": f"SGLANG_PLUGINS={allowed} does not name {PLUGIN}, so SGLang does not load it. The start-up file "
+            f"does; where that does not run, set SGLANG_PLUGINS={allowed.rstrip(', ')},{PLUGIN}",
+        }
+    return {"state": "on", "reason": f"SGLang {version} loads ctxfix in each of its processes"}
 
 
 def _version(distribution: str) -> str | None:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ctxfix.patches.host import Hook
 
 _NIXL = "ctxfix.patches.nixl"
+_SGLANG = "ctxfix.patches.sglang"
 _RAY = "ctxfix.patches.ray"
 _VLLM = "ctxfix.patches.vllm"
 
@@ -69,6 +70,22 @@ def unpatch_nixl() -> dict[str, str]:
     Returns for each of NIXL's modules "not patched". Raises PatchError if somebody wrapped NIXL after us.
     """
     return _unpatch(_NIXL)
+
+
+def patch_sglang() -> dict[str, str]:
+    """Patch SGLang's KV managers wherever they are imported, now or later. Idempotent.
+
+    NIXL's hooks are apart: ``patch_nixl()``. Returns and raises as ``patch_nixl()`` does, for SGLang's modules.
+    """
+    return _patch(_SGLANG)
+
+
+def unpatch_sglang() -> dict[str, str]:
+    """Take the patches of SGLang's KV managers off and leave later imports alone. Idempotent.
+
+    Threads that run already stay bound. Returns and raises as ``unpatch_nixl()`` does, for SGLang's modules.
+    """
+    return _unpatch(_SGLANG)
 
 
 def patch_ray() -> dict[str, str]:

@@ -13,6 +13,8 @@ from ctxfix import _startup
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
+    from ctxfix.verify.verdict import Judgement
+
     Commands = _SubParsersAction[argparse.ArgumentParser]
 
 EXIT_NOT_EXECUTABLE = 126
@@ -28,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"ctxfix {ctxfix.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for declare in (_declare_status, _declare_run):
+    for declare in (_declare_status, _declare_doctor, _declare_run, _declare_verify, _declare_report):
         declare(commands)
     options = parser.parse_args(arguments)
     code: int = options.carry_out(options)
@@ -67,6 +69,8 @@ def _print_status(report: dict[str, Any]) -> None:
         "patched": "green",
         "found": "green",
         "off": "yellow",
+        "left out": "yellow",
+        "absent": "yellow",
         "failed": "red",
         "bad": "red",
     }
@@ -87,6 +91,8 @@ def _print_status(report: dict[str, Any]) -> None:
     for name, target in report["targets"].items():
         version = f"version {target['version']}" if target["version"] else ""
         row(name, target["state"], "; ".join(filter(None, (version, target["reason"]))))
+    plugin = report["sglang_plugin"]
+    row("SGLang plugin", plugin["state"], plugin["reason"])
     row("Python threads", "on" if report["threads"]["installed"] else "waiting", report["threads"]["reason"])
     row("native part", "on" if report["native"]["available"] else "off", report["native"]["reason"])
     for name, version in report["libraries"].items():
@@ -141,6 +147,106 @@ def _run(options: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         print(f"ctxfix run: {command[0]}: cannot be run: {error}", file=sys.stderr)
         return EXIT_NOT_EXECUTABLE
+
+
+def _declare_doctor(commands: "Commands") -> None:
+    parser = commands.add_parser("doctor", help="name what in this machine decides the path of transfers")
+    parser.add_argument("--json", action="store_true", help="print one JSON object with stable keys")
+    parser.set_defaults(carry_out=_doctor)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from ctxfix.verify.doctor import main as examine
+
+    return examine(options.json)
+
+
+def _declare_verify(commands: "Commands") -> None:
+    parser = commands.add_parser(
+        "verify",
+        help="move data between GPUs as applications do, and prove which path it took, rank by rank",
+        description="Starts a prefill and a decode process for each rank, moves KV-cache-shaped data through NIXL in "
+        "both directions, compares the bytes and judges. Under torchrun, srun or mpirun it starts only its own rank's "
+        "pair. Exit code: 0 every rank is proven, 1 a rank is not, 2 it could not be run.",
+    )
+    parser.add_argument("--tp", type=int, metavar="N", help="ranks (default: 2, or the launcher's world size)")
+    parser.add_argument("--backend", default="LIBFABRIC", choices=["LIBFABRIC", "UCX"])
+    parser.add_argument("--size", type=int, default=2 << 30, metavar="BYTES", help="of the large transfers (2 GiB)")
+    parser.add_argument("--tokens", type=int, default=8192, metavar="N", help="of the KV-cache transfers, page size 1")
+    parser.add_argument("--repeat", type=int, default=4, metavar="N", help="transfers of each shape and direction")
+    parser.add_argument(
+        "--module", metavar="NAME", help="NIXL's module: nixl_cu12, nixl_cu13 (default: the one there is)"
+    )
+    parser.add_argument("--loopback", metavar="LIB", help="preload a loopback fabric, where there is no EFA")
+    parser.add_argument("--cross", action="store_true", help="each decode rank on the GPU of the next prefill rank")
+    parser.add_argument("--without", action="store_true", help="with ctxfix off: what the path is as shipped")
+    parser.add_argument("--compare", action="store_true", help="first without, then with ctxfix")
+    parser.add_argument(
+        "--without-cupti", action="store_true", help="do not ask the GPU for its own account, which costs a little time"
+    )
+    parser.add_argument("--record", metavar="DIR", help="keep the records there (default: a temporary folder)")
+    parser.add_argument("--timeout", type=float, default=300, metavar="S", help="for one run (default 300)")
+    _declare_outputs(parser)
+    parser.set_defaults(carry_out=_verify)
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from ctxfix.verify.run import main as verify
+
+    return verify(options)
+
+
+def _declare_report(commands: "Commands") -> None:
+    parser = commands.add_parser(
+        "report",
+        help="judge what was recorded (CTXFIX_RECORD=DIR), rank by rank",
+        description="Exit code: 0 every rank is proven, 1 a rank is not, 2 nothing could be judged.",
+    )
+    parser.add_argument("folder", metavar="DIR", help="the folder of records; sub-folders, one a host, are read too")
+    parser.add_argument("--ranks", type=int, metavar="N", help="how many ranks there must be (default: what they say)")
+    parser.add_argument("--log", action="append", metavar="FILE", help="a saved log of libfabric's, also several")
+    parser.add_argument("--unchecked", action="store_true", help="do not ask that the bytes were compared")
+    _declare_outputs(parser)
+    parser.set_defaults(carry_out=_report)
+
+
+def _declare_outputs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", metavar="FILE", help="write the verdict as JSON (-: to stdout, instead of the table)")
+    parser.add_argument("--html", metavar="FILE", help="write it as an HTML page that stands alone")
+    parser.add_argument("--junit", metavar="FILE", help="write it as JUnit XML")
+
+
+def _report(options: argparse.Namespace) -> int:
+    from ctxfix.errors import CtxfixError
+    from ctxfix.evidence import merge
+    from ctxfix.verify import report, verdict
+
+    try:
+        run = merge.read(options.folder, options.log)
+        judgement = verdict.judge(run, options.ranks, compared=not options.unchecked)
+        show(options, judgement, report.default_title(options.folder))
+    except CtxfixError as error:
+        print(f"ctxfix report: {error}", file=sys.stderr)
+        return 2
+    return judgement.code
+
+
+def show(options: argparse.Namespace, judgement: "Judgement", title: str) -> None:
+    """Show a judgement in every form that was asked for."""
+    from rich.console import Console
+
+    from ctxfix.verify import report
+
+    if options.json == "-":
+        print(report.as_text(judgement), end="")
+    else:
+        Console(width=None if sys.stdout.isatty() else 160).print(report.table(judgement, title))
+    if options.json and options.json != "-":
+        report.write(options.json, report.as_text(judgement))
+    if options.html:
+        report.write(options.html, report.html(judgement, title))
+    if options.junit:
+        report.write(options.junit, report.junit(judgement))
 
 
 def run_environment(

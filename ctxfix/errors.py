@@ -24,3 +24,11 @@ class PatchError(CtxfixError):
 
 class SettingsError(CtxfixError):
     """An environment variable of ctxfix has a value that means nothing."""
+
+
+class EvidenceError(CtxfixError):
+    """Records cannot be written or read."""
+
+
+class VerifyError(CtxfixError):
+    """The verification could not be run; the message says why."""

@@ -12,6 +12,8 @@ command -v "$python" >/dev/null || need python3
 "$python" -c 'import ensurepip' 2>/dev/null || need python3-venv
 command -v "${CC:-cc}" >/dev/null || need gcc
 echo '#include <stdio.h>' | "${CC:-cc}" -E - >/dev/null 2>&1 || need libc6-dev
+headers=$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["include"])' 2>/dev/null || true)
+[ -e "$headers/Python.h" ] || need python3-dev # for ctxfix's C extension
 echo '#include <rdma/fabric.h>' | "${CC:-cc}" -E - >/dev/null 2>&1 || need libfabric-dev
 "$python" -c 'import ctypes; ctypes.CDLL("libhwloc.so.15")' 2>/dev/null || need libhwloc15
 [ -n "$missing" ] || exit 0

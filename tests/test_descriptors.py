@@ -86,6 +86,22 @@ def test_empty(empty: object) -> None:
     assert list(descriptors.rows(empty)) == [] and list(descriptors.addresses(empty)) == []
 
 
+def test_a_long_dlist_is_read_where_it_is_asked_for() -> None:
+    class Counting(DList):
+        read = 0
+
+        def __getitem__(self, i: int) -> tuple:
+            Counting.read += 1
+            return super().__getitem__(i)
+
+    count = descriptors.READ_AT_ONCE + 1
+    got = descriptors.addresses(Counting(VRAM, [(1000 + i, 1, 0) for i in range(count)]))
+    assert (len(got), got[0], got[count - 1]) == (count, 1000, 1000 + count - 1) and Counting.read == 2
+    for beyond in (count, -1):
+        with pytest.raises(IndexError):
+            got[beyond]
+
+
 def test_gpu_or_not() -> None:
     is_gpu = descriptors.is_gpu
     assert is_gpu(DList(VRAM, ROWS), None, VRAM) and not is_gpu(DList(object(), ROWS), "VRAM", VRAM)

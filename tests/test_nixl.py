@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import os
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -326,6 +327,27 @@ def test_a_strided_list_is_read_by_block(host: Nixl, cuda: FakeCuda) -> None:
     assert host.context_of("transfer") == cuda.contexts[1]
 
 
+def test_a_prepared_list_of_a_whole_pool_is_not_read_through(host: Nixl, cuda: FakeCuda) -> None:
+    """SGLang 0.5.23 prepares millions of descriptors at once: reading them in Python stalled it for 12 s."""
+    agent, address = host.agent(), cuda.alloc(1)
+    agent.register_memory([(address, MIB, 1, "")], "VRAM")
+
+    class Counting(DList):
+        read = 0
+
+        def __getitem__(self, i: int) -> tuple[int, int, int]:
+            Counting.read += 1
+            return super().__getitem__(i)
+
+    pool = Counting(VRAM, [(address + i, 1, 1) for i in range(10_000)])
+    side = agent.prep_xfer_dlist("NIXL_INIT_AGENT", pool)
+    assert Counting.read <= 3
+    for indices in ([9_999, 3], [], np.array([], dtype=np.int32)):
+        agent.transfer(agent.make_prepped_xfer("WRITE", side, indices, None, indices))
+        assert host.context_of("transfer") == cuda.contexts[1]
+    assert host.counted_since("hook_failures") == 0
+
+
 def test_the_remote_side_of_a_prepared_transfer_is_not_looked_at(host: Nixl, cuda: FakeCuda) -> None:
     host.agent().prep_xfer_dlist("peer", [(0xDEAD0000, 64, 3)], "VRAM")
     assert host.counted_since("unknown_owners") == 0 and nixl._prepared == {}
@@ -463,9 +485,27 @@ def test_a_dead_agents_registrations_are_forgotten(host: Nixl, cuda: FakeCuda) -
 def test_a_handle_made_before_we_came_is_bound_by_what_is_known(host: Nixl, cuda: FakeCuda) -> None:
     agent = host.agent()
     agent.register_memory([(cuda.alloc(1), MIB, 1, "")], "VRAM")
-    agent.transfer(host.module.nixl_xfer_handle(agent, 4711))
-    assert host.context_of("transfer") == cuda.contexts[1]
+    handle = host.module.nixl_xfer_handle(agent, 4711)
+    agent.transfer(handle)
+    agent.check_xfer_state(handle)
+    assert host.context_of("transfer") == host.context_of("check_xfer_state") == cuda.contexts[1]
     assert host.counted_since("posts") == host.counted_since("unknown_owners") == 1
+
+
+def test_a_forked_child_calls_through_and_touches_no_cuda(host: Nixl, cuda: FakeCuda) -> None:
+    agent, address = host.agent(), cuda.alloc(1)
+    agent.register_memory([(address, MIB, 1, "")], "VRAM")
+    handle = agent.initialize_xfer("WRITE", one(address), None, "peer")
+    failures = host.counted_since("hook_failures")
+    pid = os.fork()
+    if pid == 0:
+        cuda.current = lambda: 0  # the stand-in asks for the context itself
+        calls = cuda.calls()
+        fine = agent.transfer(handle) == "PROC" and agent.check_xfer_state(handle) == "DONE"
+        fine = fine and agent.get_new_notifs() == {} and cuda.calls() == calls
+        os._exit(0 if fine and counters.snapshot()["hook_failures"] == 0 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert host.counted_since("hook_failures") == failures
 
 
 def test_memory_registered_before_we_came_is_bound_by_what_the_driver_says(host: Nixl, cuda: FakeCuda) -> None:

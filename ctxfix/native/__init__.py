@@ -36,8 +36,11 @@ __all__ = [
     "disarm",
     "group_info",
     "hold",
+    "import_log",
     "install",
+    "log_said",
     "new_group",
+    "observe",
     "reason",
     "remove",
     "set_home",
@@ -228,6 +231,32 @@ def copy_mode(mode: int) -> int:
     """
     before: int = _native_module().copy_mode(mode)
     return before
+
+
+def observe(on: bool) -> bool:
+    """Count libfabric's CUDA calls and change nothing about them: the path as it is without ctxfix.
+
+    Returns the value before. No context is bound, no copy made whole, no handle opened again.
+    """
+    before: bool = _native_module().observe(on)
+    return before
+
+
+def import_log(path: str) -> str:
+    """Take over the log of the loaded libfabric at ``path``, which is silent from then on; why not, or "".
+
+    libfabric knows one importer and no way back. Lines are sorted and counted without Python's lock.
+    """
+    error: int = _native_module().log_import(path)
+    if error == 1:
+        return f"{path} has no interface for its log (1.16 and newer have)"
+    return f"{path} did not give its log: error {error}" if error else ""
+
+
+def log_said() -> dict[str, tuple[int, list[str]]]:
+    """What libfabric said since :func:`import_log`: by kind (as in fabric_log), how often, and the first lines."""
+    said: dict[str, tuple[int, list[str]]] = _native_module().log_said()
+    return said
 
 
 def counters() -> Counters:

@@ -113,6 +113,42 @@ static PyObject *set_home(PyObject *self, PyObject *args)
 	Py_RETURN_NONE;
 }
 
+static PyObject *log_import(PyObject *self, PyObject *args)
+{
+	const char *path;
+	(void)self;
+	return PyArg_ParseTuple(args, "s", &path) ? PyLong_FromLong(cx_log_import(path)) : NULL;
+}
+
+/* {kind: (count, [line, …])} */
+static PyObject *log_said(PyObject *self, PyObject *args)
+{
+	struct cx_log_kind said;
+	PyObject *all = PyDict_New();
+	(void)self, (void)args;
+	for (int k = 0; all && k < CX_LOG_KINDS; k++) {
+		cx_log_read(k, &said);
+		PyObject *lines = PyList_New(0);
+		for (unsigned long i = 0; lines && i < said.count && i < CX_LOG_LINES; i++) {
+			PyObject *line = PyUnicode_DecodeUTF8(said.lines[i], (Py_ssize_t)strlen(said.lines[i]), "replace");
+			if (!line || PyList_Append(lines, line))
+				Py_CLEAR(lines);
+			Py_XDECREF(line);
+		}
+		PyObject *entry = lines ? Py_BuildValue("(kN)", said.count, lines) : NULL;
+		if (!entry || PyDict_SetItemString(all, cx_log_name(k), entry))
+			Py_CLEAR(all);
+		Py_XDECREF(entry);
+	}
+	return all;
+}
+
+static PyObject *observe(PyObject *self, PyObject *on)
+{
+	(void)self;
+	return PyBool_FromLong(atomic_exchange(&cx_observe, on == Py_True));
+}
+
 static PyObject *hold(PyObject *self, PyObject *on)
 {
 	(void)self;
@@ -235,6 +271,9 @@ static PyMethodDef methods[] = {
 	{ "group_info", group_info, METH_VARARGS, NULL },
 	{ "set_home", set_home, METH_VARARGS, NULL },
 	{ "hold", hold, METH_O, NULL },
+	{ "log_import", log_import, METH_VARARGS, NULL },
+	{ "log_said", log_said, METH_NOARGS, NULL },
+	{ "observe", observe, METH_O, NULL },
 	{ "copy_mode", copy_mode, METH_VARARGS, NULL },
 	{ "fault", fault, METH_VARARGS, NULL },
 	{ "counters", counters, METH_NOARGS, NULL },

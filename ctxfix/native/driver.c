@@ -127,6 +127,7 @@ unsigned long long cx_context_id(const struct cx_driver *d, void *context)
 	return id;
 }
 
+atomic_bool cx_observe;
 bool cx_alive(const struct cx_driver *d, void *context) { return !d->ctx_id || cx_context_id(d, context) != 0; }
 
 struct cx_entry cx_enter(const struct cx_driver *d, void *context)
@@ -137,7 +138,8 @@ struct cx_entry cx_enter(const struct cx_driver *d, void *context)
 	void *current = NULL;
 	int device = -1;
 	d->ctx_get(&current);
-	if (context && current != context && cx_alive(d, context)) {
+	bool observing = atomic_load_explicit(&cx_observe, memory_order_relaxed);
+	if (context && current != context && !observing && cx_alive(d, context)) {
 		entry.pushed = d->ctx_push(context) == CX_OK;
 		if (entry.pushed)
 			current = context;

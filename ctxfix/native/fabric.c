@@ -289,7 +289,7 @@ static void give_back(struct stream *s, bool broken)
 static bool whole_copy(const struct cx_driver *d, void *context, void *to, const void *from, size_t n, int *result)
 {
 	struct stream *s;
-	int mode = atomic_load(&cx_copy_mode);
+	int mode = atomic_load(&cx_observe) ? 0 : atomic_load(&cx_copy_mode);
 	if (!mode || !context || !d->copy_async || !d->stream_create || !d->stream_sync || !(s = borrow(d, context)))
 		return false;
 	bool started = d->copy_async((cx_ptr)to, (cx_ptr)from, n, s->stream) == CX_OK;
@@ -312,6 +312,7 @@ struct copy { void *to; const void *from; void *context; enum cx_kind kind; };
 static struct copy plan(const struct cx_driver *d, void *to, const void *from)
 {
 	struct copy c = { to, from, NULL, CX_COPY_OTHER };
+	bool change = !atomic_load(&cx_observe);
 	void *of_to = NULL, *of_from = mapped_in(from); /* a peer's memory, as in every RMA write by IPC */
 	bool device_from = of_from != NULL;
 	bool device_to = !device_from && (of_to = mapped_in(to)) != NULL; /* an RMA read */
@@ -323,9 +324,9 @@ static struct copy plan(const struct cx_driver *d, void *to, const void *from)
 	if (device_to && device_from) {
 		c.kind = CX_COPY_DTOD;
 		c.context = peer_to ? of_from : of_to;
-		if (peer_from && of_to && of_from != of_to)
+		if (change && peer_from && of_to && of_from != of_to)
 			c.from = translated(d, (void *)from, of_to);
-		if (peer_to && of_from && of_from != of_to)
+		if (change && peer_to && of_from && of_from != of_to)
 			c.to = translated(d, to, of_from);
 	} else if (device_to) {
 		c.kind = CX_COPY_HTOD;

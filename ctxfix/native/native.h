@@ -5,6 +5,7 @@
  *   slots.c    import slots of loaded objects: found, replaced, put back
  *   threads.c  threads started by an armed thread get a context; late binding
  *   fabric.c   libfabric's CUDA calls, each in the context of the memory it touches, counted
+ *   log.c      libfabric's log, sorted and counted
  *   _native.c  the Python face
  *
  * Nothing here creates a context, initialises CUDA or loads a CUDA library. */
@@ -186,6 +187,15 @@ struct cx_fabric_counts {
 };
 extern struct cx_fabric_counts cx_fabric_counts;
 extern atomic_int cx_copy_mode;
+/* ---- log.c --------------------------------------------------------------------------------------------- */
+
+enum { CX_LOG_KINDS = 8, CX_LOG_LINES = 8, CX_LOG_LENGTH = 320 };
+struct cx_log_kind { unsigned long count; char lines[CX_LOG_LINES][CX_LOG_LENGTH]; };
+const char *cx_log_name(int kind);
+void cx_log_read(int kind, struct cx_log_kind *out);
+int cx_log_import(const char *path);
+
+extern atomic_bool cx_observe; /* count libfabric's calls, and change nothing about them */
 
 void cx_fabric_init(void);
 void cx_fabric_forked(void);

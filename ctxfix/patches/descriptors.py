@@ -9,7 +9,7 @@ Nothing here imports numpy, torch or NIXL: what is not loaded cannot be an argum
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 _GPU_NAMES = frozenset({"VRAM", "CUDA"})  # keys of nixl_agent.nixl_mems; "cuda" is NIXL's deprecated one
@@ -43,7 +43,28 @@ def _row(one: Any) -> tuple[int, int, int]:
     return int(one[0]), int(one[1]), int(one[2])
 
 
-def addresses(descriptors: Any) -> array[int]:
+#: Up to so many elements of NIXL's own lists are read when a list is prepared (about 1 µs each); of longer ones, which
+#: cover whole KV pools, only what a transfer selects.
+READ_AT_ONCE = 65_536
+
+
+class _Later(Sequence[int]):
+    """The addresses of one of NIXL's own lists, read when asked for. It keeps the list alive."""
+
+    def __init__(self, descriptors: Any) -> None:
+        self._descriptors = descriptors
+        self._count = int(descriptors.descCount())
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, i: Any) -> Any:
+        if not 0 <= i < self._count:  # NIXL's list would read what lies behind
+            raise IndexError(i)
+        return int(self._descriptors[i][0])
+
+
+def addresses(descriptors: Any) -> Sequence[int]:
     """The address of each element, by the index that make_prepped_xfer uses.
 
     The blocks of a strided row (Nx5) are all given by the row's first address: they lie in one registration.
@@ -52,5 +73,7 @@ def addresses(descriptors: Any) -> array[int]:
         starts = descriptors[:, 0]
         if descriptors.shape[1] == 5:
             starts = starts.repeat(descriptors[:, 4].astype(int))
-        return array("Q", starts.tolist())
+        return array("Q", starts.astype("uint64").tobytes())
+    if hasattr(descriptors, "descCount") and descriptors.descCount() > READ_AT_ONCE:
+        return _Later(descriptors)
     return array("Q", (address for address, _, _ in rows(descriptors)))

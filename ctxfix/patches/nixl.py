@@ -9,14 +9,18 @@ are plain functions, because a wrapt call costs 0.6 to 0.8 µs, more than everyt
 from __future__ import annotations
 
 import functools
+import itertools
+import os
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib import import_module
 from types import ModuleType, TracebackType
 from typing import Any, NamedTuple
 
 import wrapt
 
-from ctxfix import affinity, counters, driver, footprint, guard, whole_data
+from ctxfix import affinity, counters, driver, footprint, guard, settings, whole_data
 from ctxfix.driver import Owner
 from ctxfix.errors import DriverError, PatchError
 from ctxfix.native import agents
@@ -45,7 +49,7 @@ class _Memory:
 
 #: Transfer handle -> its local memory; None: host memory. The integer is NIXL's, and is reused after release.
 _transfers: dict[int, _Memory | None] = {}
-#: Prepared local list -> the address of each element; None: host memory.
+#: Prepared local list -> its addresses, see _addresses(); None: host memory.
 _prepared: dict[int, Sequence[int] | None] = {}
 _UNKNOWN: Any = object()
 
@@ -170,7 +174,9 @@ def _enter(memory: _Memory) -> int | None:
 
 
 def _enter_poll_of_transfer(agent: Any, handle: Any, *_: Any, **__: Any) -> int | None:
-    memory = _transfers.get(handle._handle)
+    memory = _transfers.get(handle._handle, _UNKNOWN)
+    if memory is _UNKNOWN:
+        return _enter_poll(agent)
     return _enter(memory) if memory is not None else None
 
 
@@ -255,6 +261,16 @@ def _check_device_id(address: int, device_id: int, owner: Owner) -> None:
         f"{owner.device} of this process. ctxfix goes by the address, but NIXL trusts the id: pass the ordinal of the "
         "device that owns the memory, not the TP rank.",
     )
+
+
+def _addresses(memory: Any) -> Sequence[int]:
+    """The addresses of a prepared list by index; one that stands for all, where one context owns all registered memory.
+
+    Such lists cover whole KV pools: millions of descriptors, which NIXL reads in C++ and Python would read for seconds.
+    """
+    if len(registry.contexts()) > 1:
+        return descriptors.addresses(memory)
+    return tuple(address for address, _, _ in itertools.islice(descriptors.rows(memory), 1))
 
 
 def _note_transfer(handle: int, selected: Iterable[int]) -> None:
@@ -362,7 +378,7 @@ def _set_up_hooks(vram: Any) -> dict[str, Hook]:
             handle = wrapped(*args, **kwargs)
         with _Noting("nixl_agent.prep_xfer_dlist"):
             gpu = descriptors.is_gpu(memory, mem_type, vram)
-            _prepared[handle._handle] = descriptors.addresses(memory) if gpu else None
+            _prepared[handle._handle] = _addresses(memory) if gpu else None
         return handle
 
     def make_prepped_xfer(wrapped: Hook, agent: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -373,7 +389,9 @@ def _set_up_hooks(vram: Any) -> dict[str, Hook]:
         addresses = _prepared.get(getattr(side, "_handle", 0), ())
 
         def selected() -> Iterator[int]:
-            return (addresses[int(i)] for i in indices) if addresses else iter(())
+            if not addresses or not len(indices):
+                return iter(())
+            return iter(addresses) if len(addresses) == 1 else (addresses[int(i)] for i in indices)
 
         with _Held("nixl_agent.make_prepped_xfer", lambda: _context_at(next(selected(), None))):
             handle = wrapped(*args, **kwargs)
@@ -533,6 +551,9 @@ def apply(module: ModuleType) -> None:
         return
     driver.attach()
     agents.install()
+    if settings.current().record is not None or "ctxfix.evidence.recorder" in sys.modules:
+        # Under our own hooks, so that what is recorded is what NIXL finds.
+        import_module("ctxfix.evidence.recorder").attach(module)
     hooks: list[tuple[type, str, Callable[[Hook], Hook]]] = [
         (agent, name, functools.partial(_wrapt, hook)) for name, hook in _set_up_hooks(vram).items()
     ]
@@ -585,6 +606,8 @@ def remove() -> None:
             else:
                 stuck.append(f"{name}.{patch.owner.__name__}.{patch.name}")
         del _applied[name]
+        if "ctxfix.evidence.posts" in sys.modules:
+            sys.modules["ctxfix.evidence.posts"].unwatch(name)
     _transfers.clear()
     _prepared.clear()
     if stuck:
@@ -592,6 +615,18 @@ def remove() -> None:
             f"somebody wrapped {', '.join(stuck)} after ctxfix, so it cannot be taken out from under: remove the other "
             "wrapper first. Everything else is undone"
         )
+
+
+def _after_fork() -> None:
+    # The parent's GPU memory is not the child's: nothing that was learnt about it holds.
+    global _nixl_switches
+    _transfers.clear()
+    _prepared.clear()
+    _watched.clear()
+    _nixl_switches = False
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def status() -> dict[str, dict[str, list[str]]]:

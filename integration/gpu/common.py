@@ -36,6 +36,12 @@ def used_mib() -> list[int]:
     return [pynvml.nvmlDeviceGetMemoryInfo(handle).used // MIB for handle in handles]
 
 
+def case(text: str) -> tuple[int, int]:
+    """BYTES/COUNT of the command line: bytes, a multiple of count, and how many descriptors of equal size."""
+    size, count = map(int, text.split("/"))
+    return size // count * count, count
+
+
 def transfer(agent: Any, handle: Any, limit_s: float = 60) -> tuple[str, float, float]:
     """Post and wait: the final state, the time of the post and of the whole in ms. NIXL itself never gives up."""
     start = time.perf_counter()

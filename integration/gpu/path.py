@@ -14,7 +14,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from common import descriptors, make_agent, print_result, run_pair, transfer, used_mib
+from common import case, descriptors, make_agent, print_result, run_pair, transfer, used_mib
 
 
 def checksum(buffer: Any) -> int:
@@ -106,11 +106,6 @@ def reference(a: dict[str, Any]) -> dict[str, Any]:
         torch.cuda.synchronize(a["dst"])
         best = min(best, (time.perf_counter() - start) * 1e3)
     return {"reference_ms": best, "bytes": size}
-
-
-def case(text: str) -> tuple[int, int]:
-    size, count = map(int, text.split("/"))
-    return size // count * count, count
 
 
 def main() -> None:

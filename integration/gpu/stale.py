@@ -13,7 +13,7 @@ import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
-from common import MIB, descriptors, make_agent, print_result, run_pair, transfer
+from common import MIB, case, descriptors, make_agent, print_result, run_pair, transfer
 
 JUNK = 255  # what the sender writes over its buffer; no round sends it
 PROBE = 4096  # bytes read at each place
@@ -107,11 +107,6 @@ def sender(pipe: Connection, a: dict[str, Any]) -> dict[str, Any]:
     fill_now.release()
     threads[0].join()
     return {"states": sorted(states)}
-
-
-def case(text: str) -> tuple[int, int]:
-    size, count = map(int, text.split("/"))
-    return size // count * count, count
 
 
 def main() -> None:

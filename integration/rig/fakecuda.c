@@ -5,7 +5,8 @@
  * the real driver gives (driver_checks.py holds both to the same table). Device memory is a memfd, so any
  * process on the machine can map it and the kernel frees it when its owner dies.
  *
- * Environment, read once: FAKECUDA_NDEV (GPUs in the machine, default 4), CUDA_VISIBLE_DEVICES (numbers
+ * Environment, read once: FAKECUDA_NDEV (GPUs in the machine, default 4), FAKECUDA_PEERS=0 (no peer access:
+ * libfabric then never selects CUDA IPC, and says nothing), CUDA_VISIBLE_DEVICES (numbers
  * only), FAKECUDA_FAIL (see fakecuda.h), FAKECUDA_LOG (a file that gets one line per call).
  */
 #define _GNU_SOURCE
@@ -460,7 +461,8 @@ API CUresult cuDeviceTotalMem_v2(size_t *bytes, CUdevice device)
 API CUresult cuDeviceCanAccessPeer(int *can, CUdevice device, CUdevice peer)
 {
     CALL_ON(device);
-    *can = device != peer;
+    const char *peers = getenv("FAKECUDA_PEERS");
+    *can = device != peer && !(peers && !strcmp(peers, "0"));
     return CUDA_SUCCESS;
 }
 

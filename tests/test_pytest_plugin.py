@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pytest plugin, in pytest runs of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest_plugins = ["pytester"]
+
+HERE = Path(__file__).parent
+#: Records of a run that never was, written as child processes would write them.
+RECORDS = f"""
+import sys
+sys.path.insert(0, {str(HERE)!r})
+from pathlib import Path
+import evidence_of
+from test_verdict import through_the_host
+def leave(recorder, spoil=lambda files: None):
+    files = evidence_of.perfect()
+    spoil(files)
+    evidence_of.write(files, Path(recorder.folder))
+"""
+
+
+def run(pytester: pytest.Pytester, code: str, *options: str) -> pytest.RunResult:
+    pytester.makepyfile(RECORDS + code)
+    return pytester.runpytest_subprocess("-p", "no:cacheprovider", "--ctxfix-require-gpu", *options)
+
+
+def test_a_marked_test_passes_if_every_rank_is_proven(pytester: pytest.Pytester) -> None:
+    result = run(
+        pytester,
+        """
+import pytest
+@pytest.mark.cuda_ipc(ranks=2)
+def test_it(ctxfix_recorder):
+    leave(ctxfix_recorder)
+""",
+    )
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(
+        ["*ctxfix: paths of transfers*", "*test_it", "*prefill rank 0*CUDA_IPC*", "*prefill rank 1*CUDA_IPC*"]
+    )
+
+
+def test_a_marked_test_fails_if_a_rank_is_not(pytester: pytest.Pytester) -> None:
+    result = run(
+        pytester,
+        """
+import pytest
+@pytest.mark.cuda_ipc
+def test_sar(ctxfix_recorder):
+    leave(ctxfix_recorder, through_the_host)
+@pytest.mark.cuda_ipc(ranks=3)
+def test_a_rank_is_missing(ctxfix_recorder):
+    leave(ctxfix_recorder)
+@pytest.mark.cuda_ipc
+def test_nothing_was_recorded():
+    pass
+@pytest.mark.cuda_ipc(compared=True)
+def test_fails_by_itself(ctxfix_recorder):
+    assert False, "its own reason"
+""",
+    )
+    result.assert_outcomes(failed=4)
+    result.stdout.fnmatch_lines(
+        ["*prefill rank 1*: SAR,*", "*there is no record of it*", "*none of them posted*", "*own reason*"]
+    )
+
+
+def test_what_a_test_may_ask(pytester: pytest.Pytester) -> None:
+    result = run(
+        pytester,
+        """
+import pytest
+def test_good(ctxfix_recorder):
+    leave(ctxfix_recorder)
+    ctxfix_recorder.assert_cuda_ipc(ranks=2, compared=True)
+    ctxfix_recorder.assert_no_sar()
+    ctxfix_recorder.assert_no_stray_contexts()
+def test_sar(ctxfix_recorder):
+    leave(ctxfix_recorder, through_the_host)
+    with pytest.raises(AssertionError, match="through host memory"):
+        ctxfix_recorder.assert_no_sar()
+def test_stray(ctxfix_recorder):
+    leave(ctxfix_recorder, lambda files: files["decode1"][-1]["contexts"]["active"].append(0))
+    with pytest.raises(AssertionError, match=r"rank 1.*context on GPU \\[0\\]"):
+        ctxfix_recorder.assert_no_stray_contexts()
+def test_unknown_contexts(ctxfix_recorder):
+    leave(ctxfix_recorder, lambda files: files["decode1"][-1]["contexts"].update(known=False))
+    with pytest.raises(AssertionError, match="unknown"):
+        ctxfix_recorder.assert_no_stray_contexts()
+@pytest.mark.parametrize("rebinds, restores, failures", [(3, 3, 0), (3, 4, 0), (3, 2, 0), (3, 3, 1)])
+def test_restored(ctxfix_recorder, rebinds, restores, failures):
+    counters = {"rebinds": rebinds, "restores": restores, "hook_failures": failures}
+    leave(ctxfix_recorder, lambda files: [rows[-1].update(counters=counters) for rows in files.values()])
+    if rebinds <= restores and not failures:
+        ctxfix_recorder.assert_contexts_restored()
+    else:
+        with pytest.raises(AssertionError, match="put back"):
+            ctxfix_recorder.assert_contexts_restored()
+def test_nothing(ctxfix_recorder):
+    for ask in ("cuda_ipc", "no_sar", "no_stray_contexts", "contexts_restored"):
+        with pytest.raises(AssertionError):
+            getattr(ctxfix_recorder, "assert_" + ask)()
+""",
+    )
+    result.assert_outcomes(passed=9)
+
+
+def test_children_are_recorded(pytester: pytest.Pytester) -> None:
+    result = run(
+        pytester,
+        """
+import os, subprocess
+def test_child(ctxfix_recorder):
+    code = "from ctxfix.evidence import recorder, identity; import os; identity.declare(1, 2);"
+    code += "recorder.start(os.environ['CTXFIX_RECORD'])"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    (child,) = ctxfix_recorder.run().processes
+    assert (child.identity.rank, child.identity.world, child.final) == (1, 2, True)
+    assert ctxfix_recorder.environment()["CTXFIX_RECORD"] == os.environ["CTXFIX_RECORD"]
+def test_after(): assert "CTXFIX_RECORD" not in os.environ
+""",
+    )
+    result.assert_outcomes(passed=2)
+
+
+def test_without_a_gpu_tests_are_skipped(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ctxfix import pytest_plugin
+
+    if not pytest_plugin._no_gpu():
+        pytest.skip("there is a GPU")
+    pytester.makepyfile("import pytest\n@pytest.mark.cuda_ipc\ndef test_it(): pass\ndef test_other(): pass")
+    result = pytester.runpytest_subprocess("-rs")
+    result.assert_outcomes(passed=1, skipped=1)
+    result.stdout.fnmatch_lines(["*no NVIDIA GPU in this machine*"])
+
+
+def test_records_are_kept_and_settings_shown(pytester: pytest.Pytester) -> None:
+    pytester.makeini("[pytest]\nctxfix_record = kept\nctxfix_strict = true\n")
+    result = run(
+        pytester,
+        """
+import os
+def test_it(ctxfix_recorder):
+    assert os.environ["CTXFIX_STRICT"] == "1"
+    leave(ctxfix_recorder)
+""",
+    )
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["ctxfix: record=kept, strict=True, require-gpu=True"])
+    (folder,) = (pytester.path / "kept").iterdir()
+    assert len(list(folder.iterdir())) == 5
+    result = run(pytester, "def test_it(ctxfix_recorder): leave(ctxfix_recorder)")
+    assert len(list((pytester.path / "kept").iterdir())) == 2
+
+
+@pytest.mark.skipif(importlib.util.find_spec("xdist") is None, reason="pytest-xdist is not installed")
+def test_rows_come_through_xdist(pytester: pytest.Pytester) -> None:
+    code = "import pytest\n@pytest.mark.parametrize('n', range(4))\n"
+    code += "def test_it(ctxfix_recorder, n): leave(ctxfix_recorder)"
+    result = run(pytester, code, "-n", "2")
+    result.assert_outcomes(passed=4)
+    assert result.stdout.str().count("prefill rank 1") == 4
+
+
+def test_an_unused_plugin_says_nothing_and_loads_nothing(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+import sys
+def test_it():
+    loaded = {name for name in sys.modules if name.startswith("ctxfix.")}
+    assert loaded <= {"ctxfix._startup", "ctxfix.pytest_plugin"}, loaded
+    assert not {"rich", "pynvml", "cuda", "wrapt"} & set(sys.modules)
+"""
+    )
+    result = pytester.runpytest_subprocess("-W", "error", "--strict-markers")
+    result.assert_outcomes(passed=1)
+    assert "ctxfix" not in result.stdout.str().replace("plugins: ", "", 1).replace("ctxfix-", "")
+
+
+def test_pytest_does_not_warn_of_us() -> None:
+    """We are imported before pytest can rewrite our asserts, which strict projects would see as an error."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "pytest", "--version"], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, "rewritten" in done.stderr) == (0, False)

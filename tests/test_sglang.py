@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's KV managers under the patch, on a stand-in of their shape; real SGLang is run in integration/sglang.
+
+The generic hooks of threads and of NIXL are off here, so what is seen is the patch's own doing.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import queue
+import threading
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from environments import Interpreter
+from fake_cuda import FakeCuda
+
+import ctxfix
+from ctxfix import _startup, counters, settings, threads
+from ctxfix.errors import PatchError
+from ctxfix.patches import sglang
+
+NIXL = "sglang.srt.disaggregation.nixl.conn"
+MOONCAKE = "sglang.srt.disaggregation.mooncake.conn"
+MORI = "sglang.srt.disaggregation.mori.conn"
+
+
+def kv_args(*addresses: int, gpu_id: int = 0, **more: Any) -> SimpleNamespace:
+    return SimpleNamespace(kv_data_ptrs=list(addresses), state_data_ptrs=[], gpu_id=gpu_id, **more)
+
+
+class Host:
+    """A module with a KV manager in it: its constructor starts a worker, a listener, and an executor's thread."""
+
+    def __init__(self, name: str, cuda: FakeCuda) -> None:
+        self.seen: dict[str, int] = {}  # where -> the context current there
+        host, (manager, workers, optional) = self, sglang.MANAGERS[name]
+        self.worker_name = worker_name = (*workers, *optional)[0]
+
+        class Manager:
+            def __init__(self, args: Any, mode: str = "prefill") -> None:
+                host.seen["constructor"] = cuda.current()
+                if host.in_constructor is not None:
+                    host.in_constructor()
+                self.kv_args = args
+                self.queue: queue.Queue[Callable[[], None]] = queue.Queue()
+                self.executor = concurrent.futures.ThreadPoolExecutor(1)
+                self.thread = threading.Thread(target=getattr(self, worker_name), args=(self.queue,), daemon=True)
+                self.thread.start()
+
+            def stop(self) -> None:
+                self.queue.put(lambda: None)
+                self.thread.join(20)
+                self.executor.shutdown()
+
+        def worker(self: Any, queue: Any) -> None:
+            host.seen["worker"] = cuda.current()
+            queue.get(timeout=20)()
+            self.executor.submit(lambda: host.seen.update(executor=cuda.current())).result(20)
+
+        worker.__name__ = worker_name
+        setattr(Manager, worker_name, worker)
+        Manager.__name__ = manager
+        self.in_constructor: Callable[[], None] | None = None
+        self.manager: Any = Manager
+        self.module = types.ModuleType(name)
+        setattr(self.module, manager, Manager)
+
+    def run(self, args: Any) -> dict[str, int]:
+        self.seen.clear()
+        self.manager(args).stop()
+        return self.seen
+
+
+@pytest.fixture(params=[NIXL, MOONCAKE, MORI])
+def host(request: pytest.FixtureRequest, cuda: FakeCuda) -> Iterator[Host]:
+    host = Host(request.param, cuda)
+    sglang.apply(host.module)
+    yield host
+    sglang._applied.clear()
+    threads.remove()
+
+
+def test_constructor_and_worker_run_in_the_owner_of_the_buffers(host: Host, cuda: FakeCuda) -> None:
+    """Removing the patch makes this fail: without it all of it runs in GPU 0's context, or in none."""
+    cuda.make_current(0)
+    seen = host.run(kv_args(cuda.alloc(1), gpu_id=0))  # the address decides, not gpu_id
+    assert (seen["constructor"], seen["worker"]) == (cuda.contexts[1], cuda.contexts[1])
+    assert cuda.current() == cuda.contexts[0]
+
+
+def test_without_the_patch_the_worker_has_no_context(host: Host, cuda: FakeCuda) -> None:
+    sglang.remove()
+    cuda.make_current(0)
+    seen = host.run(kv_args(cuda.alloc(1), gpu_id=1))
+    assert (seen["constructor"], seen["worker"]) == (cuda.contexts[0], 0)
+
+
+def test_managers_of_several_gpus_in_one_process(host: Host, cuda: FakeCuda) -> None:
+    cuda.make_current(3)
+    for device in (2, 1, 0):
+        assert host.run(kv_args(cuda.alloc(device), gpu_id=device))["worker"] == cuda.contexts[device]
+
+
+def test_executors_of_a_worker_inherit_its_context(host: Host, cuda: FakeCuda) -> None:
+    """Mooncake copies on them. The hook of new threads serves them: nothing is registered with NIXL there."""
+    assert threads.apply()
+    cuda.make_current(0)
+    assert host.run(kv_args(cuda.alloc(1), gpu_id=1))["executor"] == cuda.contexts[1]
+
+
+def test_a_bound_thread_is_counted_once(host: Host, cuda: FakeCuda) -> None:
+    before = counters.snapshot()["threads_bound"]
+    host.run(kv_args(cuda.alloc(1)))
+    assert counters.snapshot()["threads_bound"] == before + 1
+
+
+@pytest.mark.parametrize("current", [None, 0, 1])
+def test_the_schedulers_own_context_is_back(host: Host, cuda: FakeCuda, current: int | None) -> None:
+    cuda.make_current(current)
+    before = cuda.current()
+    host.run(kv_args(cuda.alloc(1)))
+    assert cuda.current() == before
+
+
+def test_a_device_that_the_constructor_chooses_stays(host: Host, cuda: FakeCuda) -> None:
+    cuda.make_current(0)
+    host.in_constructor = lambda: cuda.make_current(2)
+    host.run(kv_args(cuda.alloc(1)))
+    assert cuda.current() == cuda.contexts[2]
+
+
+def test_a_constructor_that_fails_gives_the_context_back(host: Host, cuda: FakeCuda) -> None:
+    def fail() -> None:
+        raise ValueError("no such backend")
+
+    cuda.make_current(0)
+    host.in_constructor = fail
+    with pytest.raises(ValueError, match="no such backend"):
+        host.manager(args=kv_args(cuda.alloc(1)))  # SGLang names the argument in some versions
+    assert cuda.current() == cuda.contexts[0]
+
+
+# ---- whose memory it is ----------------------------------------------------------------------------------------------
+
+
+def test_owner_is_found_behind_buffers_in_host_memory(cuda: FakeCuda) -> None:
+    host_memory = bytearray(64)
+    address = id(host_memory)
+    assert sglang.context_of(kv_args(address, cuda.alloc(2))) == cuda.contexts[2]
+
+
+def test_owner_of_a_model_with_state_but_no_kv(cuda: FakeCuda) -> None:
+    args = kv_args(gpu_id=0)
+    args.state_data_ptrs = [[cuda.alloc(1)], []]
+    assert sglang.context_of(args) == cuda.contexts[1]
+    args.state_data_ptrs = [cuda.alloc(2)]  # flat, before components came
+    assert sglang.context_of(args) == cuda.contexts[2]
+
+
+def test_memory_without_a_context_belongs_to_its_device(cuda: FakeCuda) -> None:
+    assert sglang.context_of(kv_args(cuda.alloc_vmm(1), gpu_id=0)) == cuda.contexts[1]
+
+
+def test_gpu_id_decides_where_no_address_tells(cuda: FakeCuda) -> None:
+    assert sglang.context_of(kv_args(gpu_id=1)) == cuda.contexts[1]
+    assert sglang.context_of(kv_args(gpu_id=99)) == 0
+    assert sglang.context_of(SimpleNamespace()) == 0
+    assert sglang.context_of(None) == 0
+
+
+# ---- nothing of ours reaches SGLang ----------------------------------------------------------------------------------
+
+
+def test_a_manager_of_another_shape_works_as_it_is(host: Host, cuda: FakeCuda, caplog: Any) -> None:
+    cuda.make_current(0)
+    seen = host.run(kv_args("not an address"))
+    assert seen["worker"] == 0 and cuda.current() == cuda.contexts[0]
+    assert "__init__ failed" in caplog.text and "The original call went through" in caplog.text
+
+
+def test_a_driver_that_refuses_changes_nothing(host: Host, cuda: FakeCuda) -> None:
+    args = kv_args(cuda.alloc(1))
+    cuda.make_current(0)
+    cuda.fail("cuCtxSetCurrent", 999)
+    assert host.run(args)["constructor"] == cuda.contexts[0]
+
+
+def test_strict_mode_raises(host: Host, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "current", lambda: settings.Settings(strict=True))
+    with pytest.raises(ctxfix.CtxfixError, match="KVManager.__init__"):
+        host.manager(kv_args("not an address"))
+
+
+def test_greenlets_are_left_alone(host: Host, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "green", lambda: "gevent")
+    assert host.run(kv_args(cuda.alloc(1)))["worker"] == 0
+
+
+# ---- on and off ------------------------------------------------------------------------------------------------------
+
+
+def test_apply_is_idempotent_and_undone(cuda: FakeCuda) -> None:
+    host = Host(NIXL, cuda)
+    original = dict(vars(host.manager))
+    sglang.apply(host.module)
+    once = dict(vars(host.manager))
+    sglang.apply(host.module)
+    assert dict(vars(host.manager)) == once != original
+    assert sglang.status() == {NIXL: ["NixlKVManager.__init__", "NixlKVManager.transfer_worker"]}
+    sglang.remove()
+    sglang.remove()
+    assert dict(vars(host.manager)) == original and sglang.status() == {}
+
+
+def test_removal_tells_of_a_wrapper_on_top(cuda: FakeCuda) -> None:
+    host = Host(NIXL, cuda)
+    sglang.apply(host.module)
+    ours = host.manager.transfer_worker
+    host.manager.transfer_worker = lambda self, queue: ours(self, queue)
+    with pytest.raises(PatchError, match=r"NixlKVManager\.transfer_worker after ctxfix"):
+        sglang.remove()
+    assert not hasattr(host.manager.__init__, "__wrapped__")
+
+
+@pytest.mark.parametrize(("name", "worker"), [(NIXL, "transfer_worker"), (MOONCAKE, "transfer_worker")])
+def test_a_worker_that_moved_changes_nothing(name: str, worker: str, cuda: FakeCuda) -> None:
+    host = Host(name, cuda)
+    delattr(host.manager, worker)
+    before = dict(vars(host.manager))
+    with pytest.raises(PatchError, match=f"no .*KVManager.{worker} in {name}. SGLang works as it is"):
+        sglang.apply(host.module)
+    assert dict(vars(host.manager)) == before
+
+
+def test_mori_of_a_release_without_workers(cuda: FakeCuda) -> None:
+    host = Host(MORI, cuda)
+    del host.manager._transfer_worker
+    sglang.apply(host.module)
+    assert sglang.status() == {MORI: ["MoriKVManager.__init__"]}
+    sglang.remove()
+
+
+def test_import_of_a_fake_sglang_patches_it(fake_sglang: Callable[..., str]) -> None:
+    code = f"import ctxfix, {NIXL} as c; print(hasattr(c.NixlKVManager.transfer_worker, '__wrapped__'))"
+    assert fake_sglang(code) == "True"
+    assert fake_sglang(code, CTXFIX_DISABLE="1") == "False"
+    assert fake_sglang(code.replace(";", "; ctxfix.unpatch_sglang();", 1)) == "False"
+    late = f"import {NIXL} as c, ctxfix; ctxfix.unpatch_sglang(); print(ctxfix.patch_sglang()[{NIXL!r}])"
+    assert fake_sglang(late) == "patched"
+
+
+def test_status_tells_of_a_moved_class(fake_sglang: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "sglang/srt/disaggregation/nixl/conn.py").write_text("class NixlManager: ...\n")
+    state = f"import ctxfix, {NIXL}; t = ctxfix.status()['targets'][{NIXL!r}]; print(t['state'], t['reason'])"
+    told = fake_sglang(state, CTXFIX_LOG="off")
+    assert told.startswith("failed PatchError: SGLang 9.9 has no NixlKVManager in ") and "works as it is" in told
+
+
+def test_status_tells_of_a_moved_module(fake_sglang: Callable[..., str]) -> None:
+    state = f"import ctxfix; t = ctxfix.status()['targets'][{MOONCAKE!r}]; print(t['state'], t['reason'])"
+    assert fake_sglang(state).startswith(f"absent sglang 9.9 has no module {MOONCAKE}; ")
+
+
+# ---- SGLang's plugin group -------------------------------------------------------------------------------------------
+
+
+def plugin_state(run: Callable[..., str], **environment: str) -> str:
+    return run(
+        "import ctxfix; p = ctxfix.status()['sglang_plugin']; print(p['state'], '|', p['reason'])", **environment
+    )
+
+
+def test_status_of_the_plugin(fake_sglang: Callable[..., str], tmp_path: Path) -> None:
+    assert plugin_state(fake_sglang).startswith("off | SGLang 9.9 loads no plugins")
+    (tmp_path / "sglang/srt/plugins").mkdir()
+    (tmp_path / "sglang/srt/plugins/__init__.py").write_text("")
+    assert plugin_state(fake_sglang) == "on | SGLang 9.9 loads ctxfix in each of its processes"
+    assert plugin_state(fake_sglang, SGLANG_PLUGINS="other, ctxfix").startswith("on")
+    left_out = plugin_state(fake_sglang, SGLANG_PLUGINS="other,")
+    assert left_out.startswith("left out | SGLANG_PLUGINS=other, does not name ctxfix")
+    assert left_out.endswith("set SGLANG_PLUGINS=other,ctxfix")
+
+
+def test_status_without_sglang(installed: Interpreter) -> None:
+    assert plugin_state(installed) == "not installed |"
+
+
+def test_the_plugin_activates_unless_off(startup_state: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_startup, "started_by", "import ctxfix")
+    _startup.uninstall()
+    monkeypatch.setenv("CTXFIX_DISABLE", "1")
+    sglang.plugin()
+    assert not _startup.installed()
+    monkeypatch.delenv("CTXFIX_DISABLE")
+    sglang.plugin()
+    sglang.plugin()
+    assert _startup.installed() and _startup.started_by == "SGLang plugin"
+
+
+@pytest.fixture
+def fake_sglang(installed: Interpreter, tmp_path: Path) -> Callable[..., str]:
+    """Run code where ctxfix is installed, with a package that has SGLang's name and a NIXL manager of its shape."""
+    folder = tmp_path / "sglang" / "srt" / "disaggregation" / "nixl"
+    folder.mkdir(parents=True)
+    for package in (folder, *list(folder.parents)[:3]):
+        (package / "__init__.py").write_text("")
+    (folder / "conn.py").write_text(
+        "class NixlKVManager:\n    def __init__(self, args): ...\n    def transfer_worker(self, queue): ...\n"
+    )
+    metadata = tmp_path / "sglang-9.9.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 9.9\n")
+
+    def run(code: str, **environment: str) -> str:
+        return installed(code, PYTHONPATH=str(tmp_path), **environment)
+
+    return run
