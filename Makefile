@@ -2,6 +2,7 @@
 # make demo   the bug and its end on real NIXL, no GPU needed
 # make test   all tests that need no GPU
 # make test-sglang   SGLang's own classes on the rig: 2.6 GB in .rig/, on Python 3.11 to 3.13
+# make test-hosts   real Ray and vLLM, and engines with native threads, on the rig: 4 GB in .rig/
 # make test-gpu   the tests that need two GPUs: integration/gpu/test_gpu.py says what else
 # make lint   ruff, strict types
 # Everything is set up in $(VENV) and .rig/ on first use. Another interpreter: make test PYTHON=python3.12 VENV=.venv-3.12
@@ -10,7 +11,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-sglang test-gpu lint bench clean
+.PHONY: demo test test-sglang test-hosts test-gpu lint bench clean
 
 $(VENV)/ready: pyproject.toml integration/prerequisites.sh $(wildcard hatch_build.py ctxfix/native/*.c)
 	@sh integration/prerequisites.sh $(PYTHON)
@@ -25,6 +26,11 @@ demo: $(VENV)/ready
 
 test: $(VENV)/ready
 	$(BIN)/python -m pytest
+
+test-hosts: $(VENV)/ready
+	$(BIN)/python -m pytest integration/engines
+	$(BIN)/python -m pytest integration/ray
+	$(BIN)/python -m pytest integration/vllm
 
 test-sglang: $(VENV)/ready
 	$(BIN)/python -m pytest integration/sglang

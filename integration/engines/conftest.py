@@ -17,10 +17,6 @@ from rig import MissingSystemPackage, Rig  # noqa: E402
 from ctxfix import native  # noqa: E402
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "engines: engines with native threads, and stand-ins for them")
-
-
 @pytest.fixture(scope="session")
 def rig() -> Rig:
     if not native.available() and os.environ.get("CI") != "true":

@@ -112,5 +112,5 @@ def on_thread(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     done: list[dict[str, Any]] = []
     thread = threading.Thread(target=lambda: done.append(work()), name="bare")
     thread.start()
-    thread.join(60)
+    thread.join(20)
     return done[0] if done else {"error": "the thread gave nothing"}

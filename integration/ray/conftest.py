@@ -17,10 +17,6 @@ from rig import MissingSystemPackage, Rig  # noqa: E402
 RAY = "2.60.0"
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "ray: installs Ray and torch, and runs real actors on the rig")
-
-
 @pytest.fixture(scope="session")
 def rig() -> Rig:
     try:

@@ -22,10 +22,6 @@ openai_harmony partial_json_parser pillow prometheus_client psutil py-cpuinfo py
 transformers>=5.16.1,<5.21 uvloop xgrammar==0.2.8""".split()
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "vllm: runs vLLM's own classes on the rig")
-
-
 @pytest.fixture(scope="session")
 def rig() -> Rig:
     try:
