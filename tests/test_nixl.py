@@ -654,6 +654,20 @@ def test_one_registration_at_a_time(host: Nixl, cuda: FakeCuda) -> None:
     assert set(worst) == {1} and len(worst) == 400 and len(registry) == 0
 
 
+def test_agents_do_not_wait_for_each_other(host: Nixl, cuda: FakeCuda) -> None:
+    both_inside = threading.Barrier(2, timeout=30)
+    host.on("register_memory", lambda: both_inside.wait() and None)
+    agents = [host.agent(), host.agent()]
+    threads = [
+        threading.Thread(target=agent.register_memory, args=([(cuda.alloc(1), 64, 1, "")], "VRAM")) for agent in agents
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(registry) == 2 and not both_inside.broken
+
+
 @pytest.mark.parametrize("empty", [[], DList(VRAM, [])], ids=["list", "dlist"])
 def test_empty_lists(host: Nixl, cuda: FakeCuda, empty: Any) -> None:
     agent = host.agent()

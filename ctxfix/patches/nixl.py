@@ -54,9 +54,9 @@ _transfers: dict[int, _Memory | None] = {}
 _prepared: dict[int, Sequence[int] | None] = {}
 _UNKNOWN: Any = object()
 
-#: NIXL (1.1.0, 1.4.0) crashes when two threads register or deregister with one agent at once. The hooks stretch these
-#: calls, and must not make that likelier.
-_one_at_a_time = threading.RLock()
+#: By agent: NIXL (1.1.0, 1.4.0) crashes when two threads register or deregister with one agent at once. The hooks
+#: stretch these calls and must not make that likelier.
+_registering: dict[int, threading.RLock] = {}
 
 #: Whether a post may leave another context current than it found: NIXL 1.4.0 calls cudaSetDevice for each descriptor
 #: once it has seen a second GPU or a device id that is not the owner's (libfabric_backend.cpp, cuda_addr_wa_).
@@ -206,11 +206,16 @@ def _watch(agent: Any) -> int:
 
         def forget(_: Any) -> None:
             _watched.pop(key, None)
+            _registering.pop(key, None)
             registry.forget(key)
             agents.gone(key)
 
         _watched[key] = weakref.ref(agent, forget)
     return key
+
+
+def _one_at_a_time(agent: Any) -> threading.RLock:
+    return _registering.setdefault(id(agent), threading.RLock())
 
 
 def _note_registration(agent: Any, descs: Any) -> None:
@@ -360,7 +365,7 @@ def _set_up_hooks(vram: Any) -> dict[str, Hook]:
             return owner
 
         try:
-            with _one_at_a_time, _Held("nixl_agent.register_memory", context):
+            with _one_at_a_time(agent), _Held("nixl_agent.register_memory", context):
                 descs = wrapped(*args, **kwargs)
         finally:
             agents.hold(False)
@@ -371,8 +376,9 @@ def _set_up_hooks(vram: Any) -> dict[str, Hook]:
 
     def deregister_memory(wrapped: Hook, agent: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         memory = _argument(args, kwargs, 0, "dereg_list")
-        with _one_at_a_time, _Held("nixl_agent.deregister_memory", lambda: _context_of_list(memory, None, vram)):
-            result = wrapped(*args, **kwargs)
+        with _one_at_a_time(agent):
+            with _Held("nixl_agent.deregister_memory", lambda: _context_of_list(memory, None, vram)):
+                result = wrapped(*args, **kwargs)
         with _Noting("nixl_agent.deregister_memory"):
             if descriptors.is_gpu(memory, None, vram):
                 registry.remove_all(id(agent), (row[:2] for row in descriptors.rows(memory)))
@@ -632,8 +638,8 @@ def remove() -> None:
 
 def _after_fork() -> None:
     # The parent's GPU memory is not the child's: nothing that was learnt about it holds.
-    global _nixl_switches, _one_at_a_time
-    _one_at_a_time = threading.RLock()
+    global _nixl_switches
+    _registering.clear()  # another thread of the parent may have been inside
     _transfers.clear()
     _prepared.clear()
     _watched.clear()
