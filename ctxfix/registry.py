@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import threading
 from bisect import bisect_left, bisect_right
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ctxfix.driver import Owner
@@ -71,13 +72,14 @@ class Registry:
         self._stacks: list[tuple[Registration, ...]] = []
         self._agents: defaultdict[int, _AgentRanges] = defaultdict(_AgentRanges)
         self._contexts = _Contexts()
+        self._gone: deque[int] = deque()  # agents that died, to be forgotten
 
     def add(self, agent: int, start: int, length: int, owner: Owner, buffer_id: int = 0) -> None:
         """Record that ``agent`` registered ``length`` bytes at ``start``; a length of 0 is ignored."""
         if length <= 0:
             return
         new = Registration(start, start + length, owner, buffer_id)
-        with self._lock:
+        with self._exclusive():
             ranges = self._agents[agent]
             ranges.registrations[start, length].append(new)
             ranges.contexts.add(owner.context)
@@ -90,7 +92,7 @@ class Registry:
 
     def remove_all(self, agent: int, ranges: Iterable[tuple[int, int]]) -> int:
         """Forget one registration by ``agent`` of each range (start, length); how many there were."""
-        with self._lock:
+        with self._exclusive():
             known = self._agents.get(agent)
             if known is None:
                 return 0
@@ -107,19 +109,45 @@ class Registry:
             return len(old)
 
     def forget(self, agent: int) -> None:
-        """Forget all that ``agent`` registered: it is gone, or goes."""
+        """Forget all that ``agent`` registered: it is gone, or goes.
+
+        May be called by the garbage collector, so at any time, also from within another method on the same thread: then
+        that method does it when it is through.
+        """
+        self._gone.append(agent)
+        self._forget_the_gone()
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
         with self._lock:
-            known = self._agents.pop(agent, None)
+            self._drop_the_gone()  # before anything else: a new agent may have got the id of one that is gone
+            yield
+        self._forget_the_gone()
+
+    def _forget_the_gone(self) -> None:
+        # Who cannot have the lock leaves it to its holder, who looks here after letting it go.
+        while self._gone and self._lock.acquire(blocking=False):
+            try:
+                self._drop_the_gone()
+            finally:
+                self._lock.release()
+
+    def _drop_the_gone(self) -> None:
+        while self._gone:
+            known = self._agents.pop(self._gone.popleft(), None)
             if known is not None:
                 self._drop_all([old for olds in known.registrations.values() for old in olds])
 
     def find(self, address: int) -> Registration | None:
         """The registration that holds ``address``, the latest if there are several."""
-        with self._lock:
+        with self._lock:  # as _exclusive() does, which alone would take a microsecond
+            if self._gone:
+                self._drop_the_gone()
             i = bisect_right(self._starts, address) - 1
-            if i < 0 or address >= self._ends[i]:
-                return None
-            return self._stacks[i][-1]
+            found = None if i < 0 or address >= self._ends[i] else self._stacks[i][-1]
+        if self._gone:
+            self._forget_the_gone()
+        return found
 
     def contexts(self) -> tuple[int, ...]:
         """The distinct contexts that own registered memory, in the order in which they appeared."""
@@ -131,7 +159,7 @@ class Registry:
         return ranges.contexts.all if ranges is not None else ()
 
     def __len__(self) -> int:
-        with self._lock:
+        with self._exclusive():
             return sum(len(rs) for ranges in self._agents.values() for rs in ranges.registrations.values())
 
     def _insert(self, new: Registration) -> None:

@@ -193,3 +193,34 @@ def test_a_forked_child_starts_empty_even_if_the_lock_was_held() -> None:
         assert owner_at(registry, 105) == GPU1
     finally:
         registry.forget(1)
+
+
+@pytest.mark.parametrize("method", ["_insert", "_drop_all"])
+def test_an_agent_that_dies_while_the_registry_is_at_work(method: str) -> None:
+    """The garbage collector calls forget() wherever it happens to run, also on the thread that holds the lock."""
+
+    class Interrupted(Registry):
+        def _insert(self, new) -> None:
+            if method == "_insert" and new.owner is GPU1:
+                self.forget(2)
+            super()._insert(new)
+
+        def _drop_all(self, olds) -> None:
+            if method == "_drop_all" and olds and olds[0].owner is GPU1:
+                self.forget(2)
+            super()._drop_all(olds)
+
+    registry = Interrupted()
+    registry.add(2, 100, 10, GPU0)
+    registry.add(1, 200, 10, GPU1)
+    registry.remove(1, 200, 10)
+    assert len(registry) == 0 and registry.contexts() == () and owner_at(registry, 105) is None
+
+
+def test_an_agent_with_the_id_of_a_dead_one_keeps_its_own() -> None:
+    registry = Registry()
+    registry.add(1, 100, 10, GPU0)
+    with registry._lock:  # somebody is at work when the agent dies
+        registry.forget(1)
+    registry.add(1, 200, 10, GPU1)
+    assert owner_at(registry, 105) is None and owner_at(registry, 205) == GPU1
