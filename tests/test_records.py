@@ -85,7 +85,8 @@ def test_a_full_disk_is_counted_not_raised(tmp_path: Path, monkeypatch: pytest.M
     assert writer.problem == "No space left on device"
 
 
-def test_a_killed_process_leaves_whole_lines(tmp_path: Path) -> None:
+def test_a_killed_process_loses_its_last_line_at_most(tmp_path: Path) -> None:
+    """Linux may cut a write of several pages short when the process is killed in it: that line is told, and dropped."""
     code = (
         "import sys; from ctxfix.evidence.records import Writer\n"
         "w = Writer(sys.argv[1], 'p'); print('up', flush=True)\n"
@@ -98,7 +99,7 @@ def test_a_killed_process_leaves_whole_lines(tmp_path: Path) -> None:
     process.wait()
     process.stdout.close()
     (file,), problems = records.read_folder(str(tmp_path / "r"))
-    assert (file.torn, file.junk, problems) == (False, 0, [])
+    assert (file.junk, problems) == (0, [])
     assert all(len(record["text"]) == 3000 for record in file.records)
 
 
