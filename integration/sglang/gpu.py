@@ -158,7 +158,8 @@ def lines(result: dict[str, Any]) -> list[str]:
         stray = [device for device in rank["contexts"] if device != rank["gpu"]]
         rows.append(
             f"{head} {name:9} GPU {rank['gpu']}  ms mean/p50/p99: {times}  KV p50 {kv}  log {rank['log']}"
-            f"  fabric {rank['fabric']}  contexts on other GPUs {stray}  early {len(rank['early'])}  wrong {len(rank['wrong'])}"
+            f"  fabric {rank['fabric']}  contexts on other GPUs {stray}"
+            f"  early {len(rank['early'])}  wrong {len(rank['wrong'])}"
         )
     return [*rows, f"{head} {grown}"] if grown else rows
 
