@@ -99,12 +99,13 @@ class Sink:
     def _report(self, tensor: torch.Tensor, seconds: float | None = None) -> dict[str, Any]:
         import ctxfix
 
+        made = contexts()  # before the check, which makes one on the caller's current GPU
         started = time.perf_counter()
         data_ok = bool((tensor.cpu() == pattern(tensor.numel())).all())
         return {
             "device": tensor.get_device(),
             "own": own_gpu(),
-            "contexts": contexts(),
+            "contexts": made,
             "data_ok": data_ok,
             "checking": time.perf_counter() - started,
             "seconds": seconds,
