@@ -36,10 +36,12 @@ def activate() -> bool:
 
 
 def deactivate() -> None:
-    """Take the import finder, the thread hook and every patch away. Idempotent.
+    """Take the import finder, the thread hook, every patch and the hooks of the C extension away. Idempotent.
 
-    Raises PatchError, when all else is undone, if something was wrapped on top of a patch of ours by somebody
-    else.
+    Threads that are bound already stay so.
+
+    Raises:
+        PatchError: somebody wrapped a patch of ours; that one stays, all else is undone.
     """
     _startup.uninstall()
     problems = []
@@ -51,6 +53,9 @@ def deactivate() -> None:
             module.remove()
         except PatchError as error:
             problems.append(str(error))
+    native = sys.modules.get("ctxfix.native")
+    if native is not None and native.available():
+        native.remove()
     if problems:
         raise PatchError("ctxfix is not wholly off. " + " ".join(problems))
 
