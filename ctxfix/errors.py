@@ -7,7 +7,10 @@ class CtxfixError(Exception):
 
 
 class DriverError(CtxfixError):
-    """A CUDA driver call failed; ``code`` is its CUresult."""
+    """A CUDA driver call failed.
+
+    ``code`` is its CUresult: 201 INVALID_CONTEXT, 500 NOT_FOUND, 709 CONTEXT_IS_DESTROYED, …
+    """
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
