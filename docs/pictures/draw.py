@@ -160,9 +160,7 @@ def who_copies() -> str:
         ["in it since it started; one copy,", "whole before it is reported"],
         host=False, good=True,
     )  # fmt: skip
-    note = (
-        "Both ends are of rank 1, on GPU 1 of two H200; times as in the README. Labels: the thread's context."
-    )
+    note = "Both ends are of rank 1, on GPU 1 of two H200; times as in the README. Labels: the thread's context."
     picture.text(20, 556, note, "small soft")
     return picture.svg(570)
 
