@@ -27,7 +27,11 @@ exclude_patterns = [".*", "**/__pycache__", "build", "dist"]
 html_theme = "furo"
 templates_path = ["templates"]
 html_additional_pages = {"index": "to-docs.html"}  # the front page is docs/index.html, as in the repository
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 html_copy_source = False
+html_show_copyright = False
+smartquotes = False  # quoted lines are what a program says
 
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
@@ -37,7 +41,7 @@ nitpick_ignore_regex = [("py:.*", r"(argparse|collections|contextlib|pytest|type
 
 CONTENTS: dict[str, list[str]] = {
     "Understand": ["how-it-works", "verify", "troubleshooting"],
-    "Your host": ["sglang", "vllm", "ray", "nixl", "engines", "custom-host"],
+    "Your host": ["SGLang <sglang>", "vLLM <vllm>", "Ray <ray>", "nixl", "Engines <engines>", "custom-host"],
     "Reference": ["configuration", "api"],
 }
 DOCS = Path(__file__).parent
@@ -46,13 +50,12 @@ ROOT = DOCS.parent
 
 def _contents() -> str:
     """The contents: the named pages, then whatever else there is."""
-    named = {page for pages in CONTENTS.values() for page in pages} | {"index"}
+    named = {re.sub(r".*<(.*)>", r"\1", page) for pages in CONTENTS.values() for page in pages} | {"index"}
     more = sorted(page.stem for page in DOCS.glob("*.md") if page.stem not in named)
-    readmes = sorted(
-        page.relative_to(ROOT) for page in [*ROOT.glob("benchmarks/README.md"), *ROOT.glob("integration/*/README.md")]
-    )
-    repository = ["README", "CHANGELOG", *(str(page.with_suffix("")) for page in readmes)]
-    sections = {**CONTENTS, "More": more, "Repository": [f"/{page}" for page in repository]}
+    readmes = [*ROOT.glob("benchmarks/README.md"), *sorted(ROOT.glob("integration/*/README.md"))]
+    folders = [str(page.relative_to(ROOT).parent) for page in readmes]
+    repository = ["README </README>", "Changelog </CHANGELOG>", *(f"{folder} </{folder}/README>" for folder in folders)]
+    sections = {**CONTENTS, "More": more, "Repository": repository}
     return "\n".join(
         "\n".join(["```{toctree}", ":hidden:", f":caption: {caption}", "", *pages, "```"])
         for caption, pages in sections.items()
