@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 from sphinx.application import Sphinx
+from sphinx.errors import ExtensionError
 
 import ctxfix
 
@@ -75,6 +76,15 @@ def _prepare(app: Sphinx, docname: str, source: list[str]) -> None:
     source[0] = re.sub(r"\[([^][]+)\]\(([^)#:]+)\)", without_folder, source[0])
 
 
+def _check(app: Sphinx, error: Exception | None) -> None:
+    """No page may have a browser fetch something from elsewhere."""
+    for page in [] if error else Path(app.outdir).rglob("*.html"):
+        fetched = re.search(r'<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)="(?:https?:)?//[^>]*>', page.read_text())
+        if fetched:
+            raise ExtensionError(f"{page} has a browser fetch {fetched[0]}")
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     app.connect("source-read", _prepare)
+    app.connect("build-finished", _check)
