@@ -32,7 +32,7 @@ html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_copyright = False
-smartquotes = False  # quoted lines are what a program says
+smartquotes_action = "D"  # dashes only: quoted lines are what a program says
 
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
