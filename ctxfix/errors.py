@@ -25,10 +25,6 @@ class PatchError(CtxfixError):
     """A host's class or method is not where it was expected, or somebody wrapped it after us."""
 
 
-class SettingsError(CtxfixError):
-    """An environment variable of ctxfix has a value that means nothing."""
-
-
 class EvidenceError(CtxfixError):
     """Records cannot be written or read."""
 
