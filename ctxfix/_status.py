@@ -22,7 +22,16 @@ PLUGIN_GROUP, PLUGIN = "sglang.srt.plugins", "ctxfix"  # SGLang's plugin group, 
 
 
 def status() -> dict[str, Any]:
-    """Tell all about ctxfix in this process, as plain data whose keys stay from release to release."""
+    """Tell what is on, off or pending in this process, and why, as plain data whose keys stay from release to release.
+
+    Imports no host and no CUDA. Never raises for what is missing: it says so.
+
+    Returns:
+        ``version``, ``location``, ``python``; ``active`` (bool) and ``reason``; ``start_files`` and ``started_by``;
+        ``targets``: by module of a host its ``version``, ``state`` and ``reason``; ``sglang_plugin``, ``threads``,
+        ``native``: state and reason of each; ``libraries``: versions; ``settings``, with ``problems``; ``counters`` as
+        :func:`ctxfix.stats` gives them; ``failures``: the first of each place.
+    """
     import ctxfix
 
     return {

@@ -109,9 +109,15 @@ def owner_at(address: int) -> Owner | None:
 
 @contextmanager
 def bound(obj: Any) -> Iterator[int]:
-    """Run a ``with`` block in the context of the owner of ``obj``: a CUDA tensor, a NIXL descriptor, or an address.
+    """Run a ``with`` block in the context of the owner of ``obj``.
 
-    Yields the context. The caller's context is back afterwards.
+    The caller's context is back afterwards. No context is made.
+
+    Args:
+        obj: a CUDA tensor, a descriptor ``(address, length, …)`` or an address.
+
+    Yields:
+        The context, a ``CUcontext`` as an integer.
 
     Raises:
         UnknownOwnerError: ``obj`` is no GPU memory of this process.

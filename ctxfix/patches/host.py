@@ -53,9 +53,13 @@ class Context(NamedTuple):
 class Hook:
     """One method of a host, and where its memory is.
 
-    ``method`` is "Class.method", or "function" for one of the module's own. ``thread``: it is the whole life of a
-    thread. ``optional``: not every supported version of the host has it. ``wrap``, for what needs more than a context,
-    makes the replacement from the original itself; then ``memory`` is not asked.
+    Args:
+        module: the full name of the module.
+        method: "Class.method", or "function" for one of the module's own.
+        memory: called with the method's arguments; in which forms it may answer is in this module's text.
+        thread: the method is the whole life of a thread.
+        optional: not every supported version of the host has it.
+        wrap: for what needs more than a context: makes the replacement from the original; ``memory`` is not asked.
     """
 
     module: str

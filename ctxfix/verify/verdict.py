@@ -28,10 +28,15 @@ _NIC_SLACK = 1 << 20
 class Path(str, Enum):
     """The way a transfer's bytes took."""
 
+    #: One copy from GPU to GPU, proven.
     CUDA_IPC = "CUDA_IPC"
+    #: In pieces through host memory.
     SAR = "SAR"
+    #: Through the network device, by its own counters.
     NIC = "NIC"
+    #: Another way, as within one process, of host memory, or by another backend.
     OTHER = "OTHER"
+    #: Nothing that is proven.
     UNPROVEN = "UNPROVEN"
 
 
@@ -43,31 +48,48 @@ GOOD = frozenset({Path.CUDA_IPC, Path.NIC})
 class Row:
     """The verdict for one direction of one rank, with what it rests on."""
 
+    #: Of the process that posts, as "prefill", "decode" or what it declared.
     role: str
+    #: None where the process does not know.
     rank: int | None
+    #: Who says so.
     rank_source: str
+    #: Of the process whose memory is touched.
     peer_role: str
     peer_rank: int | None
+    #: WRITE or READ.
     operation: str
     path: Path
+    #: What the path rests on, or why nothing is proven.
     reasons: list[str]
+    #: What to do about a bad verdict, the first thing first.
     advice: list[str] = field(default_factory=list)
     host: str = ""
     pid: int = 0
+    #: Ordinal of the GPU whose memory was posted; None where there are several, or it is unknown.
     device: int | None = None
     bytes: int = 0
+    #: Transfers posted, and the descriptors in them.
     posts: int = 0
     descriptors: int = 0
+    #: libfabric's CUDA calls that failed on both ends, and transfers that NIXL reported as failed.
     failures: int = 0
+    #: How many posts reached NIXL in which context ("right", "wrong", "none").
     contexts: dict[str, int] = field(default_factory=dict)
+    #: GPUs on which the poster has a context and no memory; None where that is unknown.
     stray: list[int] | None = None
+    #: The same of its peer.
     peer_stray: list[int] | None = None
+    #: Milliseconds of a transfer, from its post until NIXL said DONE.
     mean_ms: float | None = None
     best_ms: float | None = None
+    #: Bytes a second as a share of a plain copy within the same GPU.
     share: float | None = None
+    #: Whether the application compared the bytes.
     compared: bool = False
+    #: What else there is to say.
     notes: list[str] = field(default_factory=list)
-    #: What the second witness, the GPU itself, has to say; "": nobody asked.
+    #: What the second witness, the GPU itself, has to say; empty if nobody asked.
     witness: str = ""
 
     @property
@@ -85,11 +107,15 @@ class Row:
 class Judgement:
     """The verdict on a run."""
 
+    #: One for each direction of each rank, and for each rank that should be there and is not.
     rows: list[Row]
+    #: What is wrong with the records as a whole.
     problems: list[str]
+    #: 0 every rank is proven, 1 one is not, 2 there was nothing to judge.
     code: int
+    #: Why that code.
     reason: str
-    #: Of a verification: for each direction and shape the time of every transfer, from its post until NIXL said DONE.
+    #: For each direction and shape of a verification the time of every transfer, from its post until NIXL said DONE.
     times: list[dict[str, Any]] = field(default_factory=list)
 
 
