@@ -23,10 +23,8 @@ import ctxfix
 from ctxfix import _startup, counters, settings, threads
 from ctxfix.errors import PatchError
 from ctxfix.patches import sglang
-
-NIXL = "sglang.srt.disaggregation.nixl.conn"
-MOONCAKE = "sglang.srt.disaggregation.mooncake.conn"
-MORI = "sglang.srt.disaggregation.mori.conn"
+from ctxfix.patches.host import context_of
+from ctxfix.patches.sglang import MOONCAKE, MORI, NIXL
 
 
 def kv_args(*addresses: int, gpu_id: int = 0, **more: Any) -> SimpleNamespace:
@@ -38,8 +36,8 @@ class Host:
 
     def __init__(self, name: str, cuda: FakeCuda) -> None:
         self.seen: dict[str, int] = {}  # where -> the context current there
-        host, (manager, workers, optional) = self, sglang.MANAGERS[name]
-        self.worker_name = worker_name = (*workers, *optional)[0]
+        host, workers = self, [hook.method for hook in sglang._host.hooks if hook.module == name and hook.thread]
+        manager, worker_name = workers[0].split(".")
 
         class Manager:
             def __init__(self, args: Any, mode: str = "prefill") -> None:
@@ -81,7 +79,7 @@ def host(request: pytest.FixtureRequest, cuda: FakeCuda) -> Iterator[Host]:
     host = Host(request.param, cuda)
     sglang.apply(host.module)
     yield host
-    sglang._applied.clear()
+    sglang.remove()
     threads.remove()
 
 
@@ -148,29 +146,33 @@ def test_a_constructor_that_fails_gives_the_context_back(host: Host, cuda: FakeC
 # ---- whose memory it is ----------------------------------------------------------------------------------------------
 
 
+def owner(args: Any) -> int:
+    return context_of(sglang._buffers(args))
+
+
 def test_owner_is_found_behind_buffers_in_host_memory(cuda: FakeCuda) -> None:
     host_memory = bytearray(64)
     address = id(host_memory)
-    assert sglang.context_of(kv_args(address, cuda.alloc(2))) == cuda.contexts[2]
+    assert owner(kv_args(address, cuda.alloc(2))) == cuda.contexts[2]
 
 
 def test_owner_of_a_model_with_state_but_no_kv(cuda: FakeCuda) -> None:
     args = kv_args(gpu_id=0)
     args.state_data_ptrs = [[cuda.alloc(1)], []]
-    assert sglang.context_of(args) == cuda.contexts[1]
+    assert owner(args) == cuda.contexts[1]
     args.state_data_ptrs = [cuda.alloc(2)]  # flat, before components came
-    assert sglang.context_of(args) == cuda.contexts[2]
+    assert owner(args) == cuda.contexts[2]
 
 
 def test_memory_without_a_context_belongs_to_its_device(cuda: FakeCuda) -> None:
-    assert sglang.context_of(kv_args(cuda.alloc_vmm(1), gpu_id=0)) == cuda.contexts[1]
+    assert owner(kv_args(cuda.alloc_vmm(1), gpu_id=0)) == cuda.contexts[1]
 
 
 def test_gpu_id_decides_where_no_address_tells(cuda: FakeCuda) -> None:
-    assert sglang.context_of(kv_args(gpu_id=1)) == cuda.contexts[1]
-    assert sglang.context_of(kv_args(gpu_id=99)) == 0
-    assert sglang.context_of(SimpleNamespace()) == 0
-    assert sglang.context_of(None) == 0
+    assert owner(kv_args(gpu_id=1)) == cuda.contexts[1]
+    assert owner(kv_args(gpu_id=99)) == 0
+    assert owner(SimpleNamespace()) == 0
+    assert owner(None) == 0
 
 
 # ---- nothing of ours reaches SGLang ----------------------------------------------------------------------------------
@@ -211,7 +213,8 @@ def test_apply_is_idempotent_and_undone(cuda: FakeCuda) -> None:
     once = dict(vars(host.manager))
     sglang.apply(host.module)
     assert dict(vars(host.manager)) == once != original
-    assert sglang.status() == {NIXL: ["NixlKVManager.__init__", "NixlKVManager.transfer_worker"]}
+    hooked = ["NixlKVManager.__init__", "NixlKVManager.transfer_worker"]
+    assert sglang.status() == {NIXL: {"hooked": hooked, "missing": []}}
     sglang.remove()
     sglang.remove()
     assert dict(vars(host.manager)) == original and sglang.status() == {}
@@ -232,7 +235,7 @@ def test_a_worker_that_moved_changes_nothing(name: str, worker: str, cuda: FakeC
     host = Host(name, cuda)
     delattr(host.manager, worker)
     before = dict(vars(host.manager))
-    with pytest.raises(PatchError, match=f"no .*KVManager.{worker} in {name}. SGLang works as it is"):
+    with pytest.raises(PatchError, match=f"no .*KVManager.{worker} in {name}. It works as it is"):
         sglang.apply(host.module)
     assert dict(vars(host.manager)) == before
 
@@ -241,7 +244,8 @@ def test_mori_of_a_release_without_workers(cuda: FakeCuda) -> None:
     host = Host(MORI, cuda)
     del host.manager._transfer_worker
     sglang.apply(host.module)
-    assert sglang.status() == {MORI: ["MoriKVManager.__init__"]}
+    missing = ["MoriKVManager._transfer_worker", "MoriKVManager._drain_worker"]
+    assert sglang.status() == {MORI: {"hooked": ["MoriKVManager.__init__"], "missing": missing}}
     sglang.remove()
 
 
@@ -258,7 +262,8 @@ def test_status_tells_of_a_moved_class(fake_sglang: Callable[..., str], tmp_path
     (tmp_path / "sglang/srt/disaggregation/nixl/conn.py").write_text("class NixlManager: ...\n")
     state = f"import ctxfix, {NIXL}; t = ctxfix.status()['targets'][{NIXL!r}]; print(t['state'], t['reason'])"
     told = fake_sglang(state, CTXFIX_LOG="off")
-    assert told.startswith("failed PatchError: SGLang 9.9 has no NixlKVManager in ") and "works as it is" in told
+    assert told.startswith("failed PatchError: SGLang 9.9 has no NixlKVManager.__init__ in ")
+    assert "It works as it is" in told
 
 
 def test_status_tells_of_a_moved_module(fake_sglang: Callable[..., str]) -> None:

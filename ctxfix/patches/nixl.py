@@ -26,6 +26,7 @@ from ctxfix.driver import Owner
 from ctxfix.errors import CtxfixError, DriverError, PatchError
 from ctxfix.native import agents
 from ctxfix.patches import descriptors
+from ctxfix.patches.undo import Patch, put_back
 from ctxfix.registry import registry
 
 Hook = Callable[..., Any]
@@ -533,15 +534,8 @@ def _finalizing(original: Hook, known: dict[int, Any]) -> Hook:
 # ---- on and off ------------------------------------------------------------------------------------------------------
 
 
-class _Patch(NamedTuple):
-    owner: type
-    name: str
-    original: Hook
-    ours: Hook
-
-
 class _Patched(NamedTuple):
-    patches: list[_Patch]
+    patches: list[Patch]
     missing: list[str]
 
 
@@ -600,7 +594,7 @@ def apply(module: ModuleType) -> None:
         if original is None:  # not in this version
             result.missing.append(f"{owner.__name__}.{name}")
             continue
-        patch = _Patch(owner, name, original, make(original))
+        patch = Patch(owner, name, original, make(original))
         setattr(owner, name, patch.ours)
         result.patches.append(patch)
     _applied[module.__name__] = result
@@ -617,23 +611,16 @@ def remove() -> None:
     Raises:
         PatchError: somebody wrapped a method after us; it stays, all others are undone.
     """
-    stuck = []
-    for name, (patches, _) in list(_applied.items()):
-        for patch in patches:
-            if patch.owner.__dict__.get(patch.name) is patch.ours:
-                setattr(patch.owner, patch.name, patch.original)
-            else:
-                stuck.append(f"{name}.{patch.owner.__name__}.{patch.name}")
-        del _applied[name]
-        if "ctxfix.evidence.posts" in sys.modules:
-            sys.modules["ctxfix.evidence.posts"].unwatch(name)
+    applied = {name: patches for name, (patches, _) in _applied.items()}
+    _applied.clear()
     _transfers.clear()
     _prepared.clear()
-    if stuck:
-        raise PatchError(
-            f"somebody wrapped {', '.join(stuck)} after ctxfix, so it cannot be taken out from under: remove the other "
-            "wrapper first. Everything else is undone"
-        )
+    try:
+        put_back(applied)
+    finally:
+        if "ctxfix.evidence.posts" in sys.modules:  # its observers lie under our hooks
+            for name in applied:
+                sys.modules["ctxfix.evidence.posts"].unwatch(name)
 
 
 def _after_fork() -> None:
@@ -652,6 +639,6 @@ os.register_at_fork(after_in_child=_after_fork)
 def status() -> dict[str, dict[str, list[str]]]:
     """By patched module: the methods hooked, and those that this version of NIXL lacks."""
     return {
-        name: {"hooked": [f"{p.owner.__name__}.{p.name}" for p in patches], "missing": list(missing)}
+        name: {"hooked": [patch.where for patch in patches], "missing": list(missing)}
         for name, (patches, missing) in _applied.items()
     }
