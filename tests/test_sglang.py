@@ -7,6 +7,7 @@ The generic hooks of threads and of NIXL are off here, so what is seen is the pa
 from __future__ import annotations
 
 import concurrent.futures
+import enum
 import queue
 import threading
 import types
@@ -22,13 +23,27 @@ from fake_cuda import FakeCuda
 import ctxfix
 from ctxfix import _startup, counters, settings, threads
 from ctxfix.errors import PatchError
+from ctxfix.evidence import identity
 from ctxfix.patches import sglang
 from ctxfix.patches.host import context_of
 from ctxfix.patches.sglang import MOONCAKE, MORI, NIXL
 
+AXES = ("attn_tp", "attn_cp", "attn_dp", "pp", "system_dp")
+
 
 def kv_args(*addresses: int, gpu_id: int = 0, **more: Any) -> SimpleNamespace:
     return SimpleNamespace(kv_data_ptrs=list(addresses), state_data_ptrs=[], gpu_id=gpu_id, **more)
+
+
+class Mode(enum.Enum):
+    """As SGLang's DisaggregationMode."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+#: What a KV manager of SGLang knows of its place, here that of one process on its own.
+ALONE = {f"{axis}_{of}": int(of == "size") for axis in AXES for of in ("rank", "size")}
 
 
 class Host:
@@ -40,11 +55,12 @@ class Host:
         manager, worker_name = workers[0].split(".")
 
         class Manager:
-            def __init__(self, args: Any, mode: str = "prefill") -> None:
+            def __init__(self, args: Any, mode: Mode = Mode.PREFILL) -> None:
                 host.seen["constructor"] = cuda.current()
                 if host.in_constructor is not None:
                     host.in_constructor()
                 self.kv_args = args
+                vars(self).update(host.parallel, disaggregation_mode=mode)
                 self.queue: queue.Queue[Callable[[], None]] = queue.Queue()
                 self.executor = concurrent.futures.ThreadPoolExecutor(1)
                 self.thread = threading.Thread(target=getattr(self, worker_name), args=(self.queue,), daemon=True)
@@ -64,6 +80,7 @@ class Host:
         setattr(Manager, worker_name, worker)
         Manager.__name__ = manager
         self.in_constructor: Callable[[], None] | None = None
+        self.parallel = dict(ALONE)
         self.manager: Any = Manager
         self.module = types.ModuleType(name)
         setattr(self.module, manager, Manager)
@@ -75,9 +92,10 @@ class Host:
 
 
 @pytest.fixture(params=[NIXL, MOONCAKE, MORI])
-def host(request: pytest.FixtureRequest, cuda: FakeCuda) -> Iterator[Host]:
+def host(request: pytest.FixtureRequest, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     host = Host(request.param, cuda)
     sglang.apply(host.module)
+    monkeypatch.setattr(identity, "_declared", None)
     yield host
     sglang.remove()
     threads.remove()
@@ -173,6 +191,38 @@ def test_gpu_id_decides_where_no_address_tells(cuda: FakeCuda) -> None:
     assert owner(kv_args(gpu_id=99)) == 0
     assert owner(SimpleNamespace()) == 0
     assert owner(None) == 0
+
+
+# ---- which rank it is ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", Mode)
+@pytest.mark.parametrize(
+    ("place", "rank", "world"),
+    [
+        ({}, 0, 1),
+        ({"attn_tp": (1, 4)}, 1, 4),
+        ({"attn_tp": (1, 2), "attn_cp": (1, 2)}, 3, 4),
+        # Attention's data parallelism splits the TP ranks; SGLang gives the same numbers as system_dp.
+        ({"attn_tp": (1, 2), "attn_dp": (3, 4), "system_dp": (3, 4)}, 7, 8),
+        ({"attn_tp": (1, 2), "attn_cp": (0, 2), "attn_dp": (1, 2), "system_dp": (1, 1)}, 5, 8),
+        ({"attn_tp": (1, 2), "pp": (2, 3)}, 5, 6),
+        ({"attn_tp": (1, 2), "pp": (1, 2), "system_dp": (1, 2)}, 7, 8),
+    ],
+)
+def test_the_manager_tells_the_rank(
+    host: Host, cuda: FakeCuda, mode: Mode, place: dict[str, tuple[int, int]], rank: int, world: int
+) -> None:
+    for axis, (own, size) in place.items():
+        host.parallel |= {f"{axis}_rank": own, f"{axis}_size": size}
+    host.manager(kv_args(cuda.alloc(1)), mode).stop()
+    assert identity.current() == identity.Identity(rank, world, mode.value, sglang.SOURCE)
+
+
+def test_a_manager_that_does_not_know_its_place_works(host: Host, cuda: FakeCuda, caplog: Any) -> None:
+    del host.parallel["attn_dp_size"]
+    assert host.run(kv_args(cuda.alloc(1)))["worker"] == cuda.contexts[1]
+    assert "the rank of SGLang's KV manager failed" in caplog.text and identity.current().source == "nobody says"
 
 
 # ---- nothing of ours reaches SGLang ----------------------------------------------------------------------------------

@@ -19,19 +19,24 @@ address names the owner (``gpu_id`` is asked only where an address does not tell
 - the threads that move data are bound to the owner when they start. That serves the CUDA calls which are not NIXL's:
   the copies through staging buffers, Mooncake's and mori's engines, and a process that owns several GPUs, where no
   single context is recorded and the starter's may be another manager's.
+
+A manager that is made also tells which rank of prefill or decode its process is, for what is recorded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from ctxfix import _startup
-from ctxfix.patches.host import Device, Hook, Host
+from ctxfix import _startup, guard
+from ctxfix.evidence import identity
+from ctxfix.patches.host import Device, Hook, Host, in_context
 
 NIXL = "sglang.srt.disaggregation.nixl.conn"
 MOONCAKE = "sglang.srt.disaggregation.mooncake.conn"
 MORI = "sglang.srt.disaggregation.mori.conn"
+SOURCE = "SGLang's KV manager"  # who says which rank a process is
 
 
 def _buffers(kv_args: Any) -> Iterator[Any]:
@@ -56,16 +61,51 @@ def _of_manager(manager: Any, *_: Any, **__: Any) -> Iterator[Any]:
     return _buffers(manager.kv_args)
 
 
+def _declare(manager: Any) -> None:
+    """Say which rank of how many this process is. TP ranks are laid out so in SGLang's layers/dp_attention.py.
+
+    ``kv_args.engine_rank`` would not do: in decode it is the rank within attention's TP group.
+    """
+    world = manager.attn_dp_size * manager.attn_cp_size * manager.attn_tp_size
+    rank = manager.attn_dp_rank * manager.attn_cp_size + manager.attn_cp_rank
+    rank = rank * manager.attn_tp_size + manager.attn_tp_rank
+    rank += manager.pp_rank * world
+    world *= manager.pp_size
+    if manager.attn_dp_size == 1:  # else these are the same data-parallel ranks
+        rank += manager.system_dp_rank * world
+        world *= manager.system_dp_size
+    identity.declare(rank, world, manager.disaggregation_mode.value, SOURCE)
+
+
+def _declaring(original: Callable[..., None]) -> Callable[..., None]:
+    """A constructor that tells the rank when it is through."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        try:
+            _declare(self)
+        except Exception as error:  # noqa: BLE001 - the manager is made
+            guard.failed("the rank of SGLang's KV manager", error)
+
+    return __init__
+
+
+def _constructor(module: str, method: str) -> Hook:
+    in_owner = Hook(module, method, _of_args)
+    return Hook(module, method, wrap=lambda original: in_context(_declaring(original), in_owner))
+
+
 _host = Host(
     "SGLang",
     [
-        Hook(NIXL, "NixlKVManager.__init__", _of_args),
+        _constructor(NIXL, "NixlKVManager.__init__"),
         Hook(NIXL, "NixlKVManager.transfer_worker", _of_manager, thread=True),
         # Ascend's manager is a subclass of Mooncake's and meets no CUDA.
-        Hook(MOONCAKE, "MooncakeKVManager.__init__", _of_args),
+        _constructor(MOONCAKE, "MooncakeKVManager.__init__"),
         Hook(MOONCAKE, "MooncakeKVManager.transfer_worker", _of_manager, thread=True),
         # Before its workers came, mori posted on the scheduler's thread, which has the right context.
-        Hook(MORI, "MoriKVManager.__init__", _of_args),
+        _constructor(MORI, "MoriKVManager.__init__"),
         Hook(MORI, "MoriKVManager._transfer_worker", _of_manager, thread=True, optional=True),
         Hook(MORI, "MoriKVManager._drain_worker", _of_manager, thread=True, optional=True),
     ],

@@ -40,6 +40,11 @@ def thread_mains(cls: ast.ClassDef) -> Iterator[str]:
 @pytest.mark.parametrize("release", RELEASES, ids=lambda release: release or "newest")
 def test_hook_points(release: str) -> None:
     texts = sources(release, RIG)
+    # Of these the rank is made.
+    common = texts["sglang.srt.disaggregation.common.conn"]
+    for axis in ("attn_tp", "attn_cp", "attn_dp", "pp", "system_dp"):
+        assert f"self.{axis}_rank = " in common and f"self.{axis}_size = " in common
+    assert "self.disaggregation_mode = " in common
     for module in _host.modules:
         hooks = [hook for hook in _host.hooks if hook.module == module]
         (name,) = {hook.method.partition(".")[0] for hook in hooks}
