@@ -21,7 +21,7 @@ from fake_cuda import FakeCuda
 
 from ctxfix import counters, driver, settings
 from ctxfix.errors import CtxfixError, DriverError, PatchError
-from ctxfix.patches import nixl
+from ctxfix.patches import nixl, registration
 from ctxfix.registry import registry
 
 MIB = 1 << 20
@@ -185,7 +185,7 @@ class Nixl:
 
 @pytest.fixture
 def host(cuda: FakeCuda) -> Iterator[Nixl]:
-    nixl._nixl_switches = False
+    registration.nixl_switches = False
     host = Nixl(cuda)
     nixl.apply(host.module)
     yield host
@@ -480,7 +480,7 @@ def test_a_dead_agents_registrations_are_forgotten(host: Nixl, cuda: FakeCuda) -
     assert len(registry) == 1
     del agent
     gc.collect()
-    assert len(registry) == 0 and registry.contexts() == () and nixl._watched == {}
+    assert len(registry) == 0 and registry.contexts() == () and registration._watched == {}
 
 
 def test_a_handle_made_before_we_came_is_bound_by_what_is_known(host: Nixl, cuda: FakeCuda) -> None:
