@@ -154,6 +154,22 @@ def test_what_stops_it_is_said(rig: Rig, tmp_path: Path) -> None:
     assert (code, "--record" in stderr) == (2, True)
 
 
+@pytest.mark.parametrize("nixl", ["1.1.0", "1.4.0"])
+def test_without_a_fabric_it_says_so_once(rig: Rig, tmp_path: Path, nixl: str) -> None:
+    """Of two ranks, with ctxfix and without: NIXL's error, with NIXL's own reason and no traceback."""
+    done = subprocess.run(
+        [sys.executable, "-m", "ctxfix", "verify", *SMALL, "--compare"],
+        env=rig.env(nixl, TMPDIR=str(tmp_path), LD_PRELOAD=""),
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 2 and "No EFA here" in said and "Traceback" not in said and 'File "' not in said
+    reason = "nixlNotFoundError: NIXL_ERR_NOT_FOUND (registerMem: no available backends for mem type 'VRAM_SEG')"
+    assert said.count(f"nothing was moved: ranks 0, 1: prefill: {reason}") == said.count("nixlNotFoundError") == 1
+
+
 def test_one_gpu_is_shared(rig: Rig, tmp_path: Path) -> None:
     code, judgement, stderr = verify(rig, tmp_path, "1.1.0", cuda=False, FAKECUDA_NDEV="1")
     assert code == 1, stderr
