@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from ctxfix.errors import DriverError
 
 _LIBCUDA = "libcuda.so.1"
+_INVALID_VALUE = 1
 _NOT_INITIALIZED = 3
 _NO_CUDA_HERE = (_NOT_INITIALIZED, 4)  # 4: DEINITIALIZED, while the process ends
 
@@ -205,6 +206,21 @@ def owner_of(address: int) -> Owner | None:
     return Owner(primary, device or 0, recorded=False) if primary else None
 
 
+def why_unknown(address: int) -> str:
+    """Why nobody can say whose memory ``address`` is, after :func:`owner_of` could not: the driver is asked again."""
+    if _api is None:
+        return problem() or "CUDA is not loaded in this process"
+    value, ref = _per_thread.out
+    error = _cuPointerGetAttribute(ref, _CONTEXT, address)
+    if error == _INVALID_VALUE:
+        return "no allocation of this process holds it"
+    if error:
+        return f"cuPointerGetAttribute failed with {_name(error)} ({error})"
+    if not value.value:
+        return "it knows no context, and the primary one of its device is not made, or not told of"
+    return "the driver did not say when it was first asked"
+
+
 def buffer_id(address: int) -> int:
     """The id of the allocation that holds ``address``: never given to another allocation. 0: no allocation."""
     return _attribute(_BUFFER_ID, address) or 0
@@ -296,16 +312,16 @@ def _pci(device: int) -> str:
     return "" if _api.cuDeviceGetPCIBusId(address, len(address), device) else address.value.decode()
 
 
-def _error(call: str, code: int, about: str) -> DriverError:
+def _name(code: int) -> str:
     text = ctypes.c_char_p()
     if _api is None or _api.cuGetErrorName(code, ctypes.byref(text)) or not text.value:
-        name = "an error"  # no driver at all, or an error that it does not know
-    else:
-        name = text.value.decode()
-    return DriverError(
-        f"{call} failed with {name} ({code}) for {about} in pid {os.getpid()}, thread {threading.get_ident():#x}",
-        code,
-    )
+        return "an error"  # no driver at all, or an error that it does not know
+    return text.value.decode()
+
+
+def _error(call: str, code: int, about: str) -> DriverError:
+    where = f"pid {os.getpid()}, thread {threading.get_ident():#x}"
+    return DriverError(f"{call} failed with {_name(code)} ({code}) for {about} in {where}", code)
 
 
 def _before_fork() -> None:

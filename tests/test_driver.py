@@ -136,6 +136,21 @@ def test_any_call_may_fail_with_any_error(cuda: FakeCuda, name: str, error: int)
     assert cuda.current() == cuda.contexts[0] and cuda.depth() == 1
 
 
+def test_why_an_owner_is_unknown(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    address, vmm = cuda.alloc(1), cuda.alloc_vmm(1)
+    assert driver.why_unknown(4096) == "no allocation of this process holds it"
+    cuda.fail("cuPointerGetAttribute", 201)
+    assert driver.owner_of(address) is None
+    assert driver.why_unknown(address).startswith("cuPointerGetAttribute failed with CUDA_ERROR_INVALID_CONTEXT (201)")
+    cuda.heal()
+    assert driver.why_unknown(address) == "the driver did not say when it was first asked"
+    cuda.fail("cuDevicePrimaryCtxGetState", 999)
+    assert driver.owner_of(vmm) is None
+    assert "it knows no context" in driver.why_unknown(vmm)
+    monkeypatch.setattr(driver, "_api", None)
+    assert driver.why_unknown(address) == "CUDA is not loaded in this process"
+
+
 def test_each_thread_has_its_own_answers(cuda: FakeCuda) -> None:
     wrong: list[tuple[int, int]] = []
 

@@ -533,7 +533,16 @@ def test_an_address_of_nobody_goes_through_with_one_warning(host: Nixl, cuda: Fa
     for _ in range(2):
         assert agent.transfer(agent.initialize_xfer("WRITE", one(0xDEAD0000), None, "peer")) == "PROC"
     assert host.counted_since("unknown_owners") >= 2 and len(caplog.records) == 1
-    assert "0xdead0000" in caplog.text
+    assert "0xdead0000" in caplog.text and "(no allocation of this process holds it)" in caplog.text
+
+
+def test_a_driver_that_does_not_tell_the_owner_is_not_taken_for_a_wrong_address(
+    host: Nixl, cuda: FakeCuda, caplog
+) -> None:
+    agent, address = host.agent(), cuda.alloc(1)
+    cuda.fail("cuPointerGetAttribute", 700)
+    assert agent.transfer(agent.initialize_xfer("WRITE", one(address), None, "peer")) == "PROC"
+    assert "owner is unknown (cuPointerGetAttribute failed with CUDA_ERROR_" in caplog.text and "(700)" in caplog.text
 
 
 def test_a_destroyed_context_falls_back_to_the_device(host: Nixl, cuda: FakeCuda) -> None:

@@ -102,7 +102,7 @@ def context_of_list(memory: Any, mem_type: Any, vram: Any) -> int:
 def unknown_owner(address: int) -> None:
     """Count GPU memory whose owner nobody knows, and say so once."""
     counters.count("unknown_owners")
-    reason = driver.problem() or "no allocation of this process holds it"
+    reason = driver.why_unknown(address)
     guard.warn_once(
         "unknown_owner",
         f"ctxfix: NIXL was given GPU memory at {address:#x} whose owner is unknown ({reason}); the call goes through "
