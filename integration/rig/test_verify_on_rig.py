@@ -22,11 +22,6 @@ needs_cuda_libfabric = pytest.mark.skipif(
 SMALL = ("--size", "65536", "--tokens", "2", "--repeat", "1", "--timeout", "100")
 
 
-@pytest.fixture(scope="module")
-def rig() -> Rig:
-    return Rig.prepare()
-
-
 def with_cuda(rig: Rig, tmp_path: Path) -> Rig:
     """The rig with the libfabric that speaks CUDA, and the name by which that looks for the runtime."""
     folder = tmp_path / "libfabric"
