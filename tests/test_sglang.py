@@ -219,6 +219,12 @@ def test_the_manager_tells_the_rank(
     assert identity.current() == identity.Identity(rank, world, mode.value, sglang.SOURCE)
 
 
+def test_what_the_program_declared_stays(host: Host, cuda: FakeCuda) -> None:
+    identity.declare(5, 8)
+    host.run(kv_args(cuda.alloc(1)))
+    assert identity.current() == identity.Identity(5, 8, "", "declared")
+
+
 def test_a_manager_that_does_not_know_its_place_works(host: Host, cuda: FakeCuda, caplog: Any) -> None:
     del host.parallel["attn_dp_size"]
     assert host.run(kv_args(cuda.alloc(1)))["worker"] == cuda.contexts[1]

@@ -66,6 +66,8 @@ def _declare(manager: Any) -> None:
 
     ``kv_args.engine_rank`` would not do: in decode it is the rank within attention's TP group.
     """
+    if identity.current().source == "declared":  # the program itself has said so
+        return
     world = manager.attn_dp_size * manager.attn_cp_size * manager.attn_tp_size
     rank = manager.attn_dp_rank * manager.attn_cp_size + manager.attn_cp_rank
     rank = rank * manager.attn_tp_size + manager.attn_tp_rank
