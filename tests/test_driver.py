@@ -136,6 +136,19 @@ def test_any_call_may_fail_with_any_error(cuda: FakeCuda, name: str, error: int)
     assert cuda.current() == cuda.contexts[0] and cuda.depth() == 1
 
 
+@pytest.mark.parametrize(("code", "name"), [(700, "CUDA_ERROR_ILLEGAL_ADDRESS"), (123456, "an error")])
+def test_errors_have_the_driver_s_names(cuda: FakeCuda, code: int, name: str) -> None:
+    cuda.fail("cuCtxSetCurrent", code)
+    with pytest.raises(DriverError, match=rf"cuCtxSetCurrent failed with {name} \({code}\) for context 0x"):
+        driver.set_current(cuda.contexts[1])
+
+
+def test_devices_have_names_of_their_own(cuda: FakeCuda) -> None:
+    names = driver.device_names()
+    assert sorted(names) == list(range(GPUS)) and len({name["uuid"] for name in names.values()}) == GPUS
+    assert names[1]["uuid"].startswith("GPU-63747866-6978-") and names[1]["pci"] == "0000:11:00.0"
+
+
 def test_why_an_owner_is_unknown(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     address, vmm = cuda.alloc(1), cuda.alloc_vmm(1)
     assert driver.why_unknown(4096) == "no allocation of this process holds it"
