@@ -50,7 +50,7 @@ def status() -> dict[str, Any]:
         "sglang_plugin": _sglang_plugin(),
         "threads": _threads(),
         "native": _native(),
-        "libraries": {name: _version(name) for name in ("cuda-python", "cuda-bindings", "wrapt")},
+        "libraries": {name: version_of(name) for name in ("cuda-python", "cuda-bindings", "wrapt")},
         "settings": _settings(),
         "counters": _counters(),
         "failures": dict(_startup.failures),
@@ -92,7 +92,7 @@ def _start_files() -> list[dict[str, Any]]:
 def _target(name: str) -> dict[str, Any]:
     """State of one target: not installed, pending, imported (but not patched), patched or failed."""
     package = name.partition(".")[0]
-    version = _version(package.replace("_", "-"))
+    version = version_of(package.replace("_", "-"))
     outcome = _startup.outcomes.get(name, "")
     state, _, reason = outcome.partition(": ")
     if outcome:
@@ -135,7 +135,7 @@ def _has_module(folders: list[str], name: str) -> bool:
 
 def _sglang_plugin() -> dict[str, str]:
     """Whether SGLang itself loads ctxfix, through its plugin group."""
-    version, folders = _version("sglang"), _folders("sglang")
+    version, folders = version_of("sglang"), _folders("sglang")
     if not folders:
         return {"state": "not installed", "reason": ""}
     if not _has_module(folders, PLUGIN_GROUP):
@@ -152,7 +152,8 @@ def _sglang_plugin() -> dict[str, str]:
     return {"state": "on", "reason": f"SGLang {version} loads ctxfix in each of its processes"}
 
 
-def _version(distribution: str) -> str | None:
+def version_of(distribution: str) -> str | None:
+    """The version of an installed distribution, or None. Imports nothing of it."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -127,9 +127,10 @@ def bound(obj: Any) -> Iterator[int]:
     address = address_of(obj)
     owner = owner_at(address)
     if owner is None:
+        why = driver.why_unknown(address)
         raise UnknownOwnerError(
-            f"{address:#x} is no GPU memory of this process{_because()}: pass a CUDA tensor, or an address in memory "
-            "that is still allocated"
+            f"{address:#x} is no GPU memory of this process, as far as can be told ({why}): pass a CUDA tensor, or an "
+            "address in memory that is still allocated"
         )
     token = enter(owner.context)
     try:
@@ -137,9 +138,3 @@ def bound(obj: Any) -> Iterator[int]:
     finally:
         if token is not None:
             leave(token)
-
-
-def _because() -> str:
-    if driver.attached():
-        return ""
-    return f" ({driver.problem() or 'CUDA is not loaded in it'})"

@@ -165,7 +165,11 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _declare_doctor(commands: "Commands") -> None:
-    parser = commands.add_parser("doctor", help="name what in this machine decides the path of transfers")
+    parser = commands.add_parser(
+        "doctor",
+        help="name what in this machine decides the path of transfers",
+        description="Looks, and changes nothing. Exit code: 1 if something is bad, else 0.",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object with stable keys")
     parser.set_defaults(carry_out=_doctor)
 

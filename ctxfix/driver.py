@@ -8,7 +8,10 @@ a process that had initialised CUDA. All contexts and addresses are plain ``int`
 What is called per post goes through ctypes.PyDLL, which keeps the GIL: these calls take nanoseconds, and a call that
 lets the GIL go, as all of cuda.bindings do, waits up to the switch interval (5 ms) to get it back in a process whose
 other threads are busy in Python (51 µs on average against 0.2 µs with one busy thread, benchmarks/post.py). The rest
-goes through cuda.bindings.
+lets it go: the driver makes it wait while another thread makes a context.
+
+Nothing goes through cuda.bindings: the package `nixl` (1.4.0 on) takes an imported cuda.bindings for the application's
+choice of a CUDA version, and loads its build for that one, or none.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from typing import Any, NamedTuple
 from ctxfix.errors import DriverError
 
 _LIBCUDA = "libcuda.so.1"
+_INVALID_VALUE = 1
 _NOT_INITIALIZED = 3
 _NO_CUDA_HERE = (_NOT_INITIALIZED, 4)  # 4: DEINITIALIZED, while the process ends
 
@@ -34,7 +38,7 @@ _LEGACY_IPC = 10
 _RANGE_START = 11
 _RANGE_SIZE = 12
 
-_api: Any = None  # cuda.bindings.driver, once libcuda is in the process
+_api: Any = None  # libcuda, once it is in the process, for calls that let the GIL go
 _problem: str | None = None  # why CUDA cannot be spoken to although it is in the process
 _forked = False  # a child of a process that had initialised CUDA: hands off for good
 _initialized_at_fork = False
@@ -63,6 +67,21 @@ _cuPointerGetAttribute: Callable[[Any, int, int], int] = _absent
 _cuPointerSetAttribute: Callable[[Any, int, int], int] = _absent
 _ONE = ctypes.byref(ctypes.c_uint(1))
 
+_pointer = ctypes.c_void_p
+#: What is asked now and then, and its arguments.
+_PROTOTYPES: dict[str, list[Any]] = {
+    "cuCtxPushCurrent_v2": [_pointer],
+    "cuCtxPopCurrent_v2": [_pointer],
+    "cuCtxGetDevice": [_pointer],
+    "cuDevicePrimaryCtxGetState": [ctypes.c_int, _pointer, _pointer],
+    "cuDevicePrimaryCtxRetain": [_pointer, ctypes.c_int],
+    "cuDevicePrimaryCtxRelease_v2": [ctypes.c_int],
+    "cuDeviceGetCount": [_pointer],
+    "cuDeviceGetUuid_v2": [_pointer, ctypes.c_int],
+    "cuDeviceGetPCIBusId": [ctypes.c_char_p, ctypes.c_int, ctypes.c_int],
+    "cuGetErrorName": [ctypes.c_int, _pointer],
+}
+
 
 class Owner(NamedTuple):
     """To whom GPU memory belongs: a context (never 0) and its device ordinal in this process.
@@ -87,26 +106,26 @@ def attach() -> bool:
         return False
     try:
         lib = ctypes.PyDLL(_LIBCUDA, mode=os.RTLD_NOLOAD)
+        api = ctypes.CDLL(_LIBCUDA, mode=os.RTLD_NOLOAD)
     except OSError:
         return False
-    return _load_bindings(lib)
+    return _attach_to(lib, api)
 
 
-def _load_bindings(lib: Any) -> bool:
+def _attach_to(lib: Any, api: Any) -> bool:
     global _api, _problem
     global _cuCtxGetCurrent, _cuCtxSetCurrent, _cuCtxGetId, _cuPointerGetAttribute, _cuPointerSetAttribute
     try:
-        from cuda.bindings import driver as api
-
-        api.cuCtxGetCurrent()  # resolves every symbol: a driver too old or half a library shows here
         lib.cuCtxSetCurrent.argtypes = [ctypes.c_void_p]
         lib.cuCtxGetId.argtypes = [ctypes.c_void_p, ctypes.c_void_p]  # CUDA 12.0
         lib.cuPointerGetAttribute.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64]
         lib.cuPointerSetAttribute.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64]
-    except Exception as error:  # ImportError, RuntimeError, and whatever else broken installs raise
+        for name, arguments in _PROTOTYPES.items():
+            getattr(api, name).argtypes = arguments
+    except AttributeError as error:  # half a library, or
         _problem = (
-            f"libcuda is loaded, but cuda-python cannot speak to it ({type(error).__name__}: {error}). No "
-            "context is set. Reinstall it: pip install --force-reinstall 'cuda-python>=12.9,<14'"
+            f"libcuda is loaded, but it is too old for ctxfix ({error}). No context is set. Install a driver for "
+            "CUDA 12.0 or newer (525)"
         )
         return False
     _cuCtxGetCurrent, _cuCtxSetCurrent = lib.cuCtxGetCurrent, lib.cuCtxSetCurrent
@@ -187,6 +206,21 @@ def owner_of(address: int) -> Owner | None:
     return Owner(primary, device or 0, recorded=False) if primary else None
 
 
+def why_unknown(address: int) -> str:
+    """Why nobody can say whose memory ``address`` is, after :func:`owner_of` could not: the driver is asked again."""
+    if _api is None:
+        return problem() or "CUDA is not loaded in this process"
+    value, ref = _per_thread.out
+    error = _cuPointerGetAttribute(ref, _CONTEXT, address)
+    if error == _INVALID_VALUE:
+        return "no allocation of this process holds it"
+    if error:
+        return f"cuPointerGetAttribute failed with {_name(error)} ({error})"
+    if not value.value:
+        return "it knows no context, and the primary one of its device is not made, or not told of"
+    return "the driver did not say when it was first asked"
+
+
 def buffer_id(address: int) -> int:
     """The id of the allocation that holds ``address``: never given to another allocation. 0: no allocation."""
     return _attribute(_BUFFER_ID, address) or 0
@@ -217,13 +251,14 @@ def device_of(context: int) -> int:
     The context is asked itself, not the memory: cuda.bindings 13.3.1 answers CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL with
     0 for memory of every device (measured on H200, driver 580).
     """
-    if _api is None or _cuCtxGetId(context, _per_thread.out[1]) or int(_api.cuCtxPushCurrent(context)[0]):
+    if _api is None or _cuCtxGetId(context, _per_thread.out[1]) or _api.cuCtxPushCurrent_v2(context):
         return -1
+    device = ctypes.c_int()
     try:
-        error, device = _api.cuCtxGetDevice()
+        error = _api.cuCtxGetDevice(ctypes.byref(device))
     finally:
-        _api.cuCtxPopCurrent()
-    return -1 if error else int(device)
+        _api.cuCtxPopCurrent_v2(ctypes.byref(_pointer()))
+    return -1 if error else device.value
 
 
 def primary_context(device: int) -> int:
@@ -234,14 +269,12 @@ def primary_context(device: int) -> int:
     """
     if _api is None or device < 0:
         return 0
-    error, _flags, active = _api.cuDevicePrimaryCtxGetState(device)
-    if error or not active:
+    flags, active, context = ctypes.c_uint(), ctypes.c_int(), _pointer()
+    error = _api.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active))
+    if error or not active.value or _api.cuDevicePrimaryCtxRetain(ctypes.byref(context), device):
         return 0
-    error, context = _api.cuDevicePrimaryCtxRetain(device)
-    if error:
-        return 0
-    _api.cuDevicePrimaryCtxRelease(device)  # it lives on: whoever made it active still holds it
-    return int(context)
+    _api.cuDevicePrimaryCtxRelease_v2(device)  # it lives on: whoever made it active still holds it
+    return context.value or 0
 
 
 def primary_contexts() -> list[int]:
@@ -262,32 +295,33 @@ def device_names() -> dict[int, dict[str, str]]:
 def _device_count() -> int:
     if not initialized():
         return 0
-    error, devices = _api.cuDeviceGetCount()
-    return 0 if error else int(devices)
+    devices = ctypes.c_int()
+    return 0 if _api.cuDeviceGetCount(ctypes.byref(devices)) else devices.value
 
 
 def _uuid(device: int) -> str:
-    error, uuid = _api.cuDeviceGetUuid(device)
-    if error:
+    uuid = (ctypes.c_ubyte * 16)()
+    if _api.cuDeviceGetUuid_v2(ctypes.byref(uuid), device):
         return ""
-    digits = bytes(uuid.bytes)[:16].hex()
+    digits = bytes(uuid).hex()
     return "GPU-" + "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
 
 
 def _pci(device: int) -> str:
-    error, address = _api.cuDeviceGetPCIBusId(32, device)
-    return "" if error else bytes(address).split(b"\0")[0].decode()
+    address = ctypes.create_string_buffer(32)
+    return "" if _api.cuDeviceGetPCIBusId(address, len(address), device) else address.value.decode()
+
+
+def _name(code: int) -> str:
+    text = ctypes.c_char_p()
+    if _api is None or _api.cuGetErrorName(code, ctypes.byref(text)) or not text.value:
+        return "an error"  # no driver at all, or an error that it does not know
+    return text.value.decode()
 
 
 def _error(call: str, code: int, about: str) -> DriverError:
-    try:
-        name = _api.CUresult(code).name
-    except (AttributeError, ValueError):  # no driver at all, or an error newer than cuda-python
-        name = "an error"
-    return DriverError(
-        f"{call} failed with {name} ({code}) for {about} in pid {os.getpid()}, thread {threading.get_ident():#x}",
-        code,
-    )
+    where = f"pid {os.getpid()}, thread {threading.get_ident():#x}"
+    return DriverError(f"{call} failed with {_name(code)} ({code}) for {about} in {where}", code)
 
 
 def _before_fork() -> None:

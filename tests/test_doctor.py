@@ -237,6 +237,12 @@ def test_libraries_are_found_once_and_in_order(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(("state", "code"), [(OK, 0), (NOTE, 0), (UNKNOWN, 0), (BAD, 1)])
+def test_the_exit_code(state: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "examine", lambda: [doctor.Finding("one", OK, "-"), doctor.Finding("two", state, "-")])
+    assert cli.main(["doctor"]) == cli.main(["doctor", "--json"]) == code
+
+
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     code = cli.main(["doctor", "--json"])
     report = json.loads(capsys.readouterr().out)

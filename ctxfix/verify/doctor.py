@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import glob
 import importlib
-import importlib.metadata
 import json
 import os
 import re
@@ -18,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
+from ctxfix._status import version_of
 from ctxfix.evidence import efa
 
 OK, NOTE, BAD, UNKNOWN = "ok", "note", "bad", "unknown"
@@ -50,7 +50,7 @@ class Surroundings:
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     root: str = "/"
     nvml: Any = None
-    version_of: Callable[[str], str | None] = lambda name: _version_of(name)
+    version_of: Callable[[str], str | None] = version_of
     libraries: Callable[[], list[Library]] = lambda: find_libraries(os.environ)
     status: Callable[[], dict[str, Any]] = lambda: _status()
     shm: Callable[[], os.statvfs_result] = lambda: os.statvfs("/dev/shm")
@@ -484,13 +484,6 @@ def _has_cuda(path: str) -> bool:
             return b"cudaIpcGetMemHandle" in file.read()
     except OSError:
         return False
-
-
-def _version_of(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _status() -> dict[str, Any]:

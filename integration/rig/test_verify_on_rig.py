@@ -22,11 +22,6 @@ needs_cuda_libfabric = pytest.mark.skipif(
 SMALL = ("--size", "65536", "--tokens", "2", "--repeat", "1", "--timeout", "100")
 
 
-@pytest.fixture(scope="module")
-def rig() -> Rig:
-    return Rig.prepare()
-
-
 def with_cuda(rig: Rig, tmp_path: Path) -> Rig:
     """The rig with the libfabric that speaks CUDA, and the name by which that looks for the runtime."""
     folder = tmp_path / "libfabric"
@@ -152,6 +147,22 @@ def test_what_stops_it_is_said(rig: Rig, tmp_path: Path) -> None:
     assert (code, "prefill" in judgement["reason"]) == (2, True)
     code, _, stderr = verify(rig, tmp_path, "1.1.0", cuda=False, RANK="1", WORLD_SIZE="2")
     assert (code, "--record" in stderr) == (2, True)
+
+
+@pytest.mark.parametrize("nixl", ["1.1.0", "1.4.0"])
+def test_without_a_fabric_it_says_so_once(rig: Rig, tmp_path: Path, nixl: str) -> None:
+    """Of two ranks, with ctxfix and without: NIXL's error, with NIXL's own reason and no traceback."""
+    done = subprocess.run(
+        [sys.executable, "-m", "ctxfix", "verify", *SMALL, "--compare"],
+        env=rig.env(nixl, TMPDIR=str(tmp_path), LD_PRELOAD=""),
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 2 and "No EFA here" in said and "Traceback" not in said and 'File "' not in said
+    reason = "nixlNotFoundError: NIXL_ERR_NOT_FOUND (registerMem: no available backends for mem type 'VRAM_SEG')"
+    assert said.count(f"nothing was moved: ranks 0, 1: prefill: {reason}") == said.count("nixlNotFoundError") == 1
 
 
 def test_one_gpu_is_shared(rig: Rig, tmp_path: Path) -> None:
