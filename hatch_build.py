@@ -72,7 +72,7 @@ def build(folder: Path, target: Path) -> str | None:
         *cc,
         *FLAGS,
         *ARCHITECTURE_FLAGS.get(platform.machine(), []),
-        f"-ffile-prefix-map={folder}=.",
+        f"-ffile-prefix-map={folder.parents[1]}=.",  # where CFLAGS ask for -g
         f"-I{sysconfig.get_paths()['include']}",
         *shlex.split(os.environ.get("CFLAGS", "")),
         *(str(folder / source) for source in SOURCES),
