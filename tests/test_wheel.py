@@ -68,6 +68,11 @@ def test_the_wheel_of_the_tree_is_the_wheel_of_the_sdist(sdist: Path, wheel: Pat
     assert digest(built) == digest(wheel)
 
 
+def test_nobody_else_may_write_to_what_the_wheel_brings(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        assert {entry.external_attr >> 16 & 0o7777 for entry in archive.infolist()} <= {0o644, 0o755}
+
+
 def test_sdist_holds_what_it_takes_and_nothing_built(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
