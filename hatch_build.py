@@ -107,7 +107,7 @@ def sbom(core: Any, sources: Path | None) -> str:
     ]
     needed = [(Requirement(text), "required") for text in core.dependencies]
     for extra, texts in core.optional_dependencies.items():
-        if extra != "dev":  # tools, which nothing in the wheel uses
+        if extra not in ("dev", "docs"):  # tools, which nothing in the wheel uses
             needed += [(Requirement(text), "optional") for text in texts]
     components: dict[str, dict[str, Any]] = {}
     for requirement, scope in needed:

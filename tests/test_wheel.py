@@ -105,7 +105,7 @@ def test_sbom_says_what_the_metadata_says(wheel: Path) -> None:
     for requirement in metadata.requires_dist or []:
         if requirement.marker is None:
             wanted["required"].add(requirement.name)
-        elif not requirement.marker.evaluate({"extra": "dev"}):
+        elif not any(requirement.marker.evaluate({"extra": extra}) for extra in ("dev", "docs")):
             wanted["optional"].add(requirement.name)
     for scope, names in wanted.items():
         assert {c["name"] for c in sbom["components"] if c["scope"] == scope} == names
