@@ -174,7 +174,8 @@ def test_user_site(wheel: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("option", ["--target", "--prefix"])
 def test_outside_any_site_directory(bare: Interpreter, wheel: Path, tmp_path: Path, option: str) -> None:
     """Python reads no start-up file there: status and doctor say so, `ctxfix run` and `import ctxfix` work."""
-    pip("install", "--no-deps", "--no-index", option, str(tmp_path / "t"), str(wheel))
+    # By way of `bare`: with --prefix pip removes what the interpreter it runs for has installed.
+    by_pip(bare, option, str(tmp_path / "t"), str(wheel))
     (package,) = (tmp_path / "t").rglob("ctxfix/__init__.py")
     place = {"PYTHONPATH": str(package.parent.parent)}
     assert bare(WHO, **place) == "None"
