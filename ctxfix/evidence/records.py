@@ -69,7 +69,10 @@ def _walk(path: str) -> int:
                 os.close(step)
                 links += 1
                 if not left or links > _MOST_LINKS or kind.st_uid not in (0, os.geteuid()):
-                    raise OSError(errno.ELOOP, f"{name} is a link, at the end of the path or another user's")
+                    raise OSError(
+                        errno.ELOOP,
+                        f"{name} is a link, at the end of the path or another user's: give the folder itself",
+                    )
                 left[:0] = _names(target)
                 step = os.open("/" if target.startswith("/") else ".", _FOLDER, dir_fd=here)
             elif not stat.S_ISDIR(kind.st_mode):
