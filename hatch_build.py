@@ -152,22 +152,22 @@ class NativeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         """Compile, and tell hatchling about the files and the wheel's tag."""
         if self.target_name != "wheel":
             return
-        self._scratch = Path(tempfile.mkdtemp(prefix="ctxfix-"))
+        self._scratch = tempfile.TemporaryDirectory(prefix="ctxfix-")  # goes with the process where a build fails
         sources = Path(self.root) / "ctxfix" / "native"
         compiled = self._compile(version, sources, build_data)
-        listed = self._scratch / "ctxfix.cdx.json"
+        listed = Path(self._scratch.name, "ctxfix.cdx.json")
         listed.write_text(sbom(self.metadata.core, sources if compiled else None))
         build_data["sbom_files"].append(str(listed))
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         """Leave nothing behind."""
         if self.target_name == "wheel":
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._scratch.cleanup()
 
     def _compile(self, version: str, sources: Path, build_data: dict[str, Any]) -> bool:
         wanted = os.environ.get("BUILD_CTXFIX_NATIVE", "auto")
         # An editable install needs the file in the tree; a wheel leaves the tree, which others may be using, alone.
-        built = (sources if version == "editable" else self._scratch) / file_name()
+        built = (sources if version == "editable" else Path(self._scratch.name)) / file_name()
         if version == "editable":
             built.unlink(missing_ok=True)
         problem = "switched off by BUILD_CTXFIX_NATIVE" if wanted == "off" else build(sources, built)

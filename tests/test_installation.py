@@ -355,6 +355,8 @@ def test_a_package_that_may_not_be_read(venv: Interpreter, wheel: Path) -> None:
     by_pip(venv, str(wheel))
     # Root reads everything, but for this.
     plain_user = [] if os.geteuid() else ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
+    if plain_user and run(["/usr/bin/env", *plain_user, "true"]).returncode:
+        pytest.skip("root may not give up its right to read everything here")
     package = venv.site_packages / "ctxfix"
     for closed, words in (([package], ""), ([*package.rglob("_startup.*")], "PermissionError: [Errno 13]")):
         for path in closed:

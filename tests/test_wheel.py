@@ -63,6 +63,13 @@ def test_the_same_tree_gives_the_same_bytes(sdist: Path, tmp_path: Path) -> None
     assert not list((tmp_path / "scratch").iterdir()), "nothing is left behind"
 
 
+def test_a_build_that_must_have_its_extension_fails_and_leaves_nothing(tmp_path: Path) -> None:
+    strict = {"BUILD_CTXFIX_NATIVE": "require", "CC": "/bin/false", "TMPDIR": str(tmp_path)}
+    done = run([sys.executable, "-c", BUILD, "wheel", str(tmp_path / "dist")], cwd=ROOT, **strict)
+    assert done.returncode == 1 and "the C extension was not built: /bin/false" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] in ([], ["dist"])
+
+
 def test_the_wheel_of_the_tree_is_the_wheel_of_the_sdist(sdist: Path, wheel: Path, tmp_path: Path) -> None:
     built = build("wheel", unpack(sdist, tmp_path / "tree", 1_500_000_000, 0), tmp_path / "dist")
     assert digest(built) == digest(wheel)
