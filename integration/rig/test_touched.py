@@ -63,6 +63,7 @@ def expected(rig: Rig) -> set[str]:
         # cuda-python's own: its pathfinder looks for libdl when it is imported, by ctypes.util.find_library.
         "ctypes.dlopen libdl.so.2",
         "subprocess.Popen /sbin/ldconfig",
+        "os.posix_spawn /sbin/ldconfig",  # the same, as Python 3.13 starts it
         "write /dev/null",
     }
 
