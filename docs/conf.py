@@ -22,7 +22,8 @@ html_title = f"ctxfix {release}"
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 root_doc = "docs/index"
-include_patterns = ["docs/*.md", "integration/*/README.md", "benchmarks/README.md", "README.md", "CHANGELOG.md"]
+include_patterns = ["docs/*.md", "integration/*/README.md", "benchmarks/README.md"]
+include_patterns += ["README.md", "CHANGELOG.md", "SECURITY.md"]
 exclude_patterns = [".*", "**/__pycache__", "build", "dist"]
 
 html_theme = "furo"
@@ -41,7 +42,7 @@ autodoc_typehints_format = "short"
 nitpick_ignore_regex = [("py:.*", r"(argparse|collections|contextlib|pytest|types)\..*")]
 
 CONTENTS: dict[str, list[str]] = {
-    "Understand": ["how-it-works", "verify", "troubleshooting"],
+    "Understand": ["how-it-works", "verify", "troubleshooting", "security"],
     "Your host": ["SGLang <sglang>", "vLLM <vllm>", "Ray <ray>", "nixl", "Engines <engines>", "custom-host"],
     "Reference": ["configuration", "api"],
 }
@@ -55,7 +56,8 @@ def _contents() -> str:
     more = sorted(page.stem for page in DOCS.glob("*.md") if page.stem not in named)
     readmes = [*ROOT.glob("benchmarks/README.md"), *sorted(ROOT.glob("integration/*/README.md"))]
     folders = [str(page.relative_to(ROOT).parent) for page in readmes]
-    repository = ["README </README>", "Changelog </CHANGELOG>", *(f"{folder} </{folder}/README>" for folder in folders)]
+    repository = ["README </README>", "Changelog </CHANGELOG>", "Reporting a vulnerability </SECURITY>"]
+    repository += [f"{folder} </{folder}/README>" for folder in folders]
     sections = {**CONTENTS, "More": more, "Repository": repository}
     return "\n".join(
         "\n".join(["```{toctree}", ":hidden:", f":caption: {caption}", "", *pages, "```"])

@@ -35,6 +35,14 @@ _MODULES = ("nixl_cu13", "nixl_cu12")
 _TRANSFER_TIMEOUT = 30.0  # seconds, for one transfer
 _ENDING = 20.0  # seconds a process may take to end
 _NIXL_ERROR = re.compile(r"E\d{4} .*?\] (.+)")  # E1201 00:19:09.930210   22978 nixl_agent.cpp:458] registerMem: no …
+# What a worker process runs. Python puts the current folder first on the path of a program given by -c or -m, and
+# anybody may have laid modules there (/tmp): it is off before anything is imported. The package is the one that runs
+# this command; its folder is on the path only while the package is found, as in `ctxfix run`.
+_WORKER = (
+    "import sys; package = sys.argv.pop(); sys.path[:] = [package] + [entry for entry in sys.path if entry]; "
+    "import ctxfix; sys.path.remove(package); from ctxfix.verify.worker import main; sys.exit(main())"
+)
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
 @dataclass(frozen=True)
@@ -307,9 +315,10 @@ class Process:
         self.log = os.path.join(folder, f"{role}{rank}{merge.LOG_SUFFIX}")
         order_read, order_write = os.pipe()
         answer_read, answer_write = os.pipe()
-        with open(self.log, "ab") as log:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(self.log, flags, 0o600), "ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "ctxfix.verify.worker", str(order_read), str(answer_write)],
+                [sys.executable, "-c", _WORKER, str(order_read), str(answer_write), _PACKAGE],
                 env=environment(os.environ, folder, disabled, plan.loopback),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -424,9 +433,6 @@ def environment(environ: Any, folder: str, disabled: bool, loopback: str | None)
         if loopback not in before.split(os.pathsep):
             result["LD_PRELOAD"] = os.pathsep.join(filter(None, (loopback, before)))
         result.setdefault("RIG_HMEM", "keep")
-    # The checkout or installation that runs this command, also where the current folder has another.
-    package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    result["PYTHONPATH"] = os.pathsep.join(filter(None, (package, result.get("PYTHONPATH", ""))))
     return result
 
 

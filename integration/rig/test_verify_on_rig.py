@@ -137,6 +137,29 @@ def test_what_cannot_be_counted_is_not_proven(rig: Rig, tmp_path: Path, nixl: st
     assert all(row["compared"] and row["posts"] == 3 for row in judgement["rows"])
 
 
+# Loaded by every Python of the run; it sees all that Python code asks of the network.
+GUARD = """
+import sys
+def refuse(event, arguments):
+    if event.startswith("socket.") and event != "socket.gethostname":
+        with open({told!r}, "a") as file:
+            file.write(f"{{event}} {{arguments}}\\n")
+sys.addaudithook(refuse)
+open({told!r} + ".on", "a").write("x")
+"""
+
+
+def test_no_network(rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole of a verification, records and report and all: nothing of it opens a socket."""
+    (tmp_path / "guard").mkdir()
+    (tmp_path / "guard" / "sitecustomize.py").write_text(GUARD.format(told=str(tmp_path / "told")))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "guard"))
+    code, judgement, stderr = verify(rig, tmp_path, "1.4.0", cuda=False)
+    assert (code, len(judgement["rows"])) == (1, 4), stderr  # this libfabric counts nothing
+    assert (tmp_path / "told.on").read_text() == "x" * 5, "the command and its four workers"
+    assert not (tmp_path / "told").exists(), (tmp_path / "told").read_text()
+
+
 def test_what_stops_it_is_said(rig: Rig, tmp_path: Path) -> None:
     code, _, stderr = verify(rig, tmp_path, "1.1.0", cuda=False, FAKECUDA_NDEV="0")
     assert (code, "no GPU" in stderr) == (2, True)
