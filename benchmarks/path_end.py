@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+PLACE = 4096  # bytes looked at in each place
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "integration" / "gpu"), str(HERE.parent / "integration" / "rig")]
 
@@ -36,6 +37,7 @@ class TorchBuffer:
             else torch.zeros(size // 8, dtype=torch.int64, device=device)
         )
         self.stream = torch.cuda.Stream(device)  # one that waits for no other, as an engine's are
+        self.host = [torch.empty(PLACE // 8, dtype=torch.int64, pin_memory=True) for _ in range(3)]
         torch.cuda.synchronize()
         self.address = self.memory.data_ptr()
 
@@ -47,10 +49,16 @@ class TorchBuffer:
         self.memory.zero_()
         self.torch.cuda.synchronize(self.gpu)
 
-    def checksum(self, size: int) -> int:
-        """Of the first ``size`` bytes, on a stream of its own."""
+    def places(self, size: int) -> list[int]:
+        """What stands at the beginning, in the middle and at the end of ``size`` bytes now, on a stream of its own."""
         with self.torch.cuda.stream(self.stream):
-            return int(self.memory[: size // 8].sum().item())
+            for place, target in zip((0, size // 2, size - PLACE), self.host, strict=True):
+                target.copy_(self.memory[place // 8 : (place + PLACE) // 8], non_blocking=True)
+        self.stream.synchronize()
+        return [int(target.sum()) for target in self.host]
+
+    def checksum(self, size: int) -> int:
+        return int(self.memory[: size // 8].sum().item())
 
     def settle(self) -> None:
         self.torch.cuda.synchronize(self.gpu)
@@ -73,6 +81,10 @@ class RigBuffer:
 
     def zero(self) -> None:
         self.memory.fill(bytes(self.size))
+
+    def places(self, size: int) -> list[int]:
+        found = self.memory.read()
+        return [sum(found[place : place + PLACE]) for place in (0, size // 2, size - PLACE)]
 
     def checksum(self, size: int) -> int:
         return sum(self.memory.read()[:size])
@@ -104,7 +116,7 @@ def receive(a: dict[str, Any]) -> None:
         told = False
         while not told and time.monotonic() < deadline:
             told = any(b"watch" in text for texts in agent.get_new_notifs().values() for text in texts)
-        at_once = buffer.checksum(order["bytes"])
+        at_once = buffer.places(order["bytes"])
         buffer.settle()
         say(told=told, at_once=at_once, later=buffer.checksum(order["bytes"]))
 
@@ -140,7 +152,8 @@ def send(a: dict[str, Any]) -> None:
                 until = time.monotonic() + order["seconds"]
                 while len(times) < order["rounds"] and (not times or time.monotonic() < until):
                     times.append(once(order, b"watch" if order["watch"] else b"done"))
-                say(ms=times, checksum=buffer.checksum(order["bytes"]) if order["watch"] else None)
+                wanted = {"at_once": buffer.places(order["bytes"]), "later": buffer.checksum(order["bytes"])}
+                say(ms=times, **(wanted if order["watch"] else {}))
             except Exception as error:  # told, not lost in a thread
                 say(error=repr(error))
 
