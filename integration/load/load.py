@@ -3,10 +3,10 @@
 
     integration/load/test_load.py runs it; by hand, in the rig's environment: python load.py [--posts N] [--threads N]
 
-A server at 20 requests a second posts 72,000 KV transfers an hour: --posts 72000. Each thread has a buffer on a GPU of
-its own choosing, and the posting thread sits on the other one. In turn it registers its buffer, makes a transfer, posts,
-polls until it is done, releases and deregisters, with one of the agents, which it shares. One line of JSON tells the
-rate, and what is left when all is given back: host memory, ranges in the registry, transfers, native threads' slots.
+A server at 20 requests a second posts 72,000 KV transfers an hour: --posts 72000. Each thread has a buffer on one GPU,
+and sits on the other. In turn it registers its buffer, makes a transfer, posts, polls until it is done, releases and
+deregisters, with one of the agents, which it shares. One line of JSON tells the rate, and what is left when all is
+given back: host memory, Python objects, ranges in the registry, transfers.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def main() -> int:
     options = parser.parse_args()
     load = Load(options.threads)
     load.run(max(options.posts // 8, 10 * options.threads))  # until all that is allocated once has been
-    gc.collect()
+    left()
     before, objects = private_kib(), len(gc.get_objects())
     seconds = load.run(options.posts)
     rest = left()
