@@ -3,6 +3,7 @@
 # make test   all tests that need no GPU
 # make test-sglang   SGLang's own classes on the rig: 2.6 GB in .rig/, on Python 3.11 to 3.13
 # make test-hosts   real Ray and vLLM, and engines with native threads, on the rig: 4 GB in .rig/
+# make test-neighbours   CPython's own tests and other libraries, with ctxfix as without: 1 GB in .rig/
 # make test-gpu   the tests that need two GPUs: integration/gpu/test_gpu.py says what else
 # make lint   ruff, strict types
 # make docs   the documentation as a site, in build/site/: warnings are errors, nothing is fetched by its pages
@@ -12,7 +13,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-sglang test-hosts test-gpu lint docs bench clean
+.PHONY: demo test test-sglang test-hosts test-neighbours test-gpu lint docs bench clean
 
 $(VENV)/ready: pyproject.toml integration/prerequisites.sh $(wildcard hatch_build.py ctxfix/native/*.c)
 	@sh integration/prerequisites.sh $(PYTHON)
@@ -32,6 +33,9 @@ test-hosts: $(VENV)/ready
 	$(BIN)/python -m pytest integration/engines
 	$(BIN)/python -m pytest integration/ray
 	$(BIN)/python -m pytest integration/vllm
+
+test-neighbours: $(VENV)/ready
+	$(BIN)/python -m pytest integration/neighbours
 
 test-sglang: $(VENV)/ready
 	$(BIN)/python -m pytest integration/sglang

@@ -19,6 +19,7 @@ from typing import Any
 
 from ctxfix import _startup
 from ctxfix.errors import CtxfixError, PatchError
+from ctxfix.methods import unbound
 
 _METHODS = ("start", "_bootstrap_inner")
 # What `Thread.start` calls to get a thread from the operating system (3.13 renamed it).
@@ -160,7 +161,7 @@ def apply() -> bool:
             )
         for name, method in found.items():
             _replaced[name] = method
-            _ours[name] = wrappers[name](method)
+            _ours[name] = wrappers[name](unbound(method))
             setattr(threading.Thread, name, _ours[name])
         return True
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from ctxfix import affinity, driver
 from ctxfix.errors import PatchError
+from ctxfix.methods import unbound
 from ctxfix.patches import descriptors
 from ctxfix.patches.undo import Patch, put_back
 
@@ -394,7 +395,7 @@ def watch(module: ModuleType, observer: Observer) -> None:
     for owner, name, make in hooks:
         original = owner.__dict__.get(name)
         if original is not None:
-            done.append(Patch(owner, name, original, make(original)))
+            done.append(Patch(owner, name, original, make(unbound(original))))
             setattr(owner, name, done[-1].ours)
 
 

@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 
 from ctxfix import affinity, counters, driver, guard, threads
 from ctxfix.errors import PatchError
+from ctxfix.methods import unbound
 from ctxfix.patches.undo import Patch, put_back
 
 
@@ -189,7 +190,7 @@ class Host:
                 f"{hook.module}.{hook.method} is a coroutine or a generator: it shares its thread with others, so no "
                 "context can be held for it. Hook the functions that it calls"
             )
-        ours = make(function)
+        ours = make(unbound(function) if isinstance(owner, type) and kind is None else function)
         return Patch(owner, name, original, kind(ours) if kind is not None else ours)
 
     def _moved(self, module: ModuleType, hook: Hook) -> str:

@@ -23,6 +23,7 @@ import wrapt
 from ctxfix import affinity, counters, driver, footprint, guard, settings
 from ctxfix.driver import Owner
 from ctxfix.errors import CtxfixError, DriverError, PatchError
+from ctxfix.methods import unbound
 from ctxfix.native import agents
 from ctxfix.patches import descriptors, registration
 from ctxfix.patches.calls import (
@@ -256,6 +257,7 @@ def _hot(
     original: Hook, where: str, enter: Callable[..., int | None], leave: Callable[[int], None] = affinity.leave
 ) -> Hook:
     """``original`` between ``enter`` and ``leave``, at the least cost that Python allows."""
+    original = unbound(original)
 
     @functools.wraps(original)
     def hook(*args: Any, **kwargs: Any) -> Any:
@@ -304,6 +306,7 @@ def _releasing(where: str, known: dict[int, Any], context_of: Callable[[int], in
 
 def _finalizing(original: Hook, known: dict[int, Any]) -> Hook:
     """For ``__del__`` of a handle that the application dropped without releasing it."""
+    original = unbound(original)
 
     @functools.wraps(original)
     def finalize(self: Any) -> None:
