@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from environments import ROOT, Interpreter, make_venv, pip
 from fake_cuda import FakeCuda
+from fake_nixl import Nixl
 
 
 @pytest.fixture(scope="session")
@@ -105,3 +106,15 @@ def cuda(fake_driver: FakeCuda) -> Iterator[FakeCuda]:
     while fake_driver.depth():
         fake_driver.pop()
     registry._clear()
+
+
+@pytest.fixture
+def host(cuda: FakeCuda) -> Iterator[Nixl]:
+    """NIXL's stand-in under our hooks, on the fake driver."""
+    from ctxfix.patches import nixl
+
+    nixl._nixl_switches = False
+    host = Nixl(cuda)
+    nixl.apply(host.module)
+    yield host
+    nixl.remove()
