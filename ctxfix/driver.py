@@ -23,13 +23,14 @@ from ctxfix.errors import DriverError
 
 _LIBCUDA = "libcuda.so.1"
 _NOT_INITIALIZED = 3
+_UNKNOWN = 999
 _NO_CUDA_HERE = (_NOT_INITIALIZED, 4)  # 4: DEINITIALIZED, while the process ends
 
 # CUpointer_attribute of cuda.h, the same in CUDA 12 and 13.
 _CONTEXT = 1
 _SYNC_MEMOPS = 6
 _BUFFER_ID = 7
-_DEVICE_ORDINAL = 9
+_DEVICE_ORDINAL = 9  # cuda.bindings 13.3.1 always answers 0; the driver itself is right (measured, H200, driver 580)
 _LEGACY_IPC = 10
 _RANGE_START = 11
 _RANGE_SIZE = 12
@@ -40,15 +41,9 @@ _forked = False  # a child of a process that had initialised CUDA: hands off for
 _initialized_at_fork = False
 
 
-class _PerThread(threading.local):
-    """Where the driver writes its answers: a buffer for each thread, made once because making one costs 0.2 µs."""
-
-    def __init__(self) -> None:
-        value = ctypes.c_uint64()
-        self.out = value, ctypes.byref(value)
-
-
-_per_thread = _PerThread()
+#: Where the driver writes an answer: a new one for each question (40 ns). One kept for the thread would not do: a
+#: signal handler or a finalizer may call a hook, and so ask something else, before the answer is read.
+_Answer = ctypes.c_uint64
 
 
 def _absent(*_: Any) -> int:
@@ -87,6 +82,8 @@ def attach() -> bool:
         return False
     try:
         lib = ctypes.PyDLL(_LIBCUDA, mode=os.RTLD_NOLOAD)
+    except TimeoutError:  # dlopen gives none: a signal handler of the application did
+        raise
     except OSError:
         return False
     return _load_bindings(lib)
@@ -99,9 +96,11 @@ def _load_bindings(lib: Any) -> bool:
         from cuda.bindings import driver as api
 
         api.cuCtxGetCurrent()  # resolves every symbol: a driver too old or half a library shows here
+        answer = ctypes.POINTER(_Answer)
+        lib.cuCtxGetCurrent.argtypes = [answer]
         lib.cuCtxSetCurrent.argtypes = [ctypes.c_void_p]
-        lib.cuCtxGetId.argtypes = [ctypes.c_void_p, ctypes.c_void_p]  # CUDA 12.0
-        lib.cuPointerGetAttribute.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64]
+        lib.cuCtxGetId.argtypes = [ctypes.c_void_p, answer]  # CUDA 12.0
+        lib.cuPointerGetAttribute.argtypes = [answer, ctypes.c_int, ctypes.c_uint64]
         lib.cuPointerSetAttribute.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64]
     except Exception as error:  # ImportError, RuntimeError, and whatever else broken installs raise
         _problem = (
@@ -116,11 +115,25 @@ def _load_bindings(lib: Any) -> bool:
     return True
 
 
+def _ask(name: str, *arguments: int) -> tuple[int, Any]:
+    """A call through cuda.bindings: its error, 0 for none, and its answer: one thing, or a tuple of several."""
+    try:
+        error, *answer = getattr(_api, name)(*arguments)
+    except ValueError:  # an error newer than cuda-python
+        return _UNKNOWN, None
+    return int(error), answer[0] if len(answer) == 1 else tuple(answer)
+
+
 def problem() -> str | None:
     """Why CUDA cannot be used although it is in the process, or None."""
     if _forked:
         return "this is a forked child of a process that had initialised CUDA; CUDA does not work here"
     return _problem
+
+
+def forked() -> bool:
+    """Whether this is a forked child of a process that had initialised CUDA: nothing can be asked or set here."""
+    return _forked
 
 
 def attached() -> bool:
@@ -130,7 +143,7 @@ def attached() -> bool:
 
 def initialized() -> bool:
     """Whether somebody in this process has called cuInit."""
-    return _cuCtxGetCurrent(_per_thread.out[1]) != _NOT_INITIALIZED
+    return _cuCtxGetCurrent(_Answer()) != _NOT_INITIALIZED
 
 
 def current() -> int:
@@ -139,10 +152,10 @@ def current() -> int:
     Raises:
         DriverError: the driver did not say. Then nothing may be set either: it could not be undone.
     """
-    value, ref = _per_thread.out
-    error = _cuCtxGetCurrent(ref)
+    answer = _Answer()
+    error = _cuCtxGetCurrent(answer)
     if not error:
-        return value.value or 0
+        return answer.value
     if error in _NO_CUDA_HERE:
         return 0
     raise _error("cuCtxGetCurrent", error, "this thread")
@@ -158,7 +171,7 @@ def set_current(context: int) -> None:
     Raises:
         DriverError: the context was destroyed, or the driver refused.
     """
-    error = _cuCtxGetId(context, _per_thread.out[1]) if context else 0
+    error = _cuCtxGetId(context, _Answer()) if context else 0
     error = error or _cuCtxSetCurrent(context)
     if error:
         raise _error("cuCtxSetCurrent", error, f"context {context:#x}")
@@ -166,9 +179,8 @@ def set_current(context: int) -> None:
 
 def _attribute(attribute: int, address: int) -> int | None:
     """A pointer attribute of ``address``; None: it is no memory that the driver knows."""
-    value, ref = _per_thread.out
-    value.value = 0  # the driver may write 4 bytes only
-    return None if _cuPointerGetAttribute(ref, attribute, address) else value.value
+    answer = _Answer()  # 0: the driver may write 4 bytes only
+    return None if _cuPointerGetAttribute(answer, attribute, address) else answer.value
 
 
 def owner_of(address: int) -> Owner | None:
@@ -180,11 +192,16 @@ def owner_of(address: int) -> Owner | None:
     context = _attribute(_CONTEXT, address)
     if context is None:
         return None
-    if context:
-        return Owner(context, device_of(context))
     device = _attribute(_DEVICE_ORDINAL, address)
+    if context:
+        return Owner(context, -1 if device is None else device)
     primary = primary_context(-1 if device is None else device)
     return Owner(primary, device or 0, recorded=False) if primary else None
+
+
+def context_at(address: int) -> int:
+    """The context recorded for the memory at ``address``; 0: none (VMM memory, pools), or no GPU memory."""
+    return _attribute(_CONTEXT, address) or 0
 
 
 def buffer_id(address: int) -> int:
@@ -212,18 +229,30 @@ def extent_of(address: int) -> tuple[int, int]:
 
 
 def device_of(context: int) -> int:
-    """The device ordinal of ``context``, or -1 if the context is unusable.
-
-    The context is asked itself, not the memory: cuda.bindings 13.3.1 answers CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL with
-    0 for memory of every device (measured on H200, driver 580).
-    """
-    if _api is None or _cuCtxGetId(context, _per_thread.out[1]) or int(_api.cuCtxPushCurrent(context)[0]):
+    """The device ordinal of ``context``, or -1 if the context is unusable."""
+    if _api is None or _cuCtxGetId(context, _Answer()):
         return -1
+    if _is_current(context):
+        error, device = _ask("cuCtxGetDevice")
+        return -1 if error else int(device)
+    pushed = False
     try:
-        error, device = _api.cuCtxGetDevice()
+        pushed = not _ask("cuCtxPushCurrent", context)[0]
+        error, device = _ask("cuCtxGetDevice") if pushed else (_UNKNOWN, -1)
     finally:
-        _api.cuCtxPopCurrent()
+        if pushed or _is_current(context):  # a signal may come after the push, before it is noted
+            try:
+                refused = int(_api.cuCtxPopCurrent()[0])
+            except ValueError:  # an error newer than cuda-python
+                refused = _UNKNOWN
+            if refused:
+                _api.cuCtxPopCurrent()
     return -1 if error else int(device)
+
+
+def _is_current(context: int) -> bool:
+    answer = _Answer()
+    return not _cuCtxGetCurrent(answer) and answer.value == context
 
 
 def primary_context(device: int) -> int:
@@ -234,13 +263,13 @@ def primary_context(device: int) -> int:
     """
     if _api is None or device < 0:
         return 0
-    error, _flags, active = _api.cuDevicePrimaryCtxGetState(device)
-    if error or not active:
+    error, state = _ask("cuDevicePrimaryCtxGetState", device)
+    if error or not state[1]:
         return 0
-    error, context = _api.cuDevicePrimaryCtxRetain(device)
+    error, context = _ask("cuDevicePrimaryCtxRetain", device)
     if error:
         return 0
-    _api.cuDevicePrimaryCtxRelease(device)  # it lives on: whoever made it active still holds it
+    _ask("cuDevicePrimaryCtxRelease", device)  # it lives on: whoever made it active still holds it
     return int(context)
 
 
@@ -262,12 +291,12 @@ def device_names() -> dict[int, dict[str, str]]:
 def _device_count() -> int:
     if not initialized():
         return 0
-    error, devices = _api.cuDeviceGetCount()
+    error, devices = _ask("cuDeviceGetCount")
     return 0 if error else int(devices)
 
 
 def _uuid(device: int) -> str:
-    error, uuid = _api.cuDeviceGetUuid(device)
+    error, uuid = _ask("cuDeviceGetUuid", device)
     if error:
         return ""
     digits = bytes(uuid.bytes)[:16].hex()
@@ -275,7 +304,7 @@ def _uuid(device: int) -> str:
 
 
 def _pci(device: int) -> str:
-    error, address = _api.cuDeviceGetPCIBusId(32, device)
+    error, address = _ask("cuDeviceGetPCIBusId", 32, device)
     return "" if error else bytes(address).split(b"\0")[0].decode()
 
 
