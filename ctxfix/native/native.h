@@ -160,7 +160,7 @@ extern struct cx_thread_counts cx_thread_counts;
 
 void cx_threads_init(void);
 struct cx_armed cx_arm(struct cx_armed now);
-bool cx_is_armed(void);
+struct cx_armed cx_armed_now(void);
 unsigned cx_new_group(void);                            /* 0 when out of memory */
 int cx_bind_group(unsigned group, void *context);       /* -1: no such group */
 int cx_group_info(unsigned group, void **context, unsigned long *threads, unsigned long *bound, unsigned long *failed);
