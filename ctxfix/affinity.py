@@ -33,23 +33,49 @@ def enter(context: int) -> int | None:
     previous = driver.current()
     if previous == context or not context:
         return None
-    driver.set_current(context)
-    next(_rebinds)
+    try:
+        driver.set_current(context)
+        next(_rebinds)
+    except DriverError:
+        raise
+    except BaseException:  # a signal handler's: the caller gets no token to undo it with
+        leave(previous)
+        raise
     return previous
 
 
 def leave(previous: int) -> None:
-    """Undo :func:`enter`: make ``previous`` current again, if it is not. Never raises outside strict mode."""
+    """Undo :func:`enter`: make ``previous`` current again, if it is not. May be called twice.
+
+    Raises:
+        CtxfixError: in strict mode only: the driver refused.
+    """
     try:
-        if driver.current() != previous:
-            try:
-                driver.set_current(previous)
-            except DriverError:
-                driver.set_current(0)  # destroyed meanwhile: better no context than a dead one, or ours
-                raise
-            next(_restores)
+        _give_back(previous)
     except Exception as error:  # noqa: BLE001 - the application's call has succeeded: it must not see this
+        if guard.interrupted(error):
+            _give_back(previous)
         guard.failed("affinity.leave", error)
+    except BaseException:  # a signal handler's, or another thread's: it comes once
+        _give_back(previous)
+        raise
+
+
+def _give_back(previous: int) -> None:
+    try:
+        if driver.current() == previous or driver.forked():
+            return
+    except DriverError:
+        pass  # then it is set whatever it is now
+    try:
+        driver.set_current(previous)
+    except DriverError:
+        try:
+            driver.set_current(previous)  # what an earlier call left behind is told by any other, once
+        except DriverError:
+            driver.set_current(0)  # destroyed meanwhile: better no context than a dead one, or ours
+            raise
+    next(_restores)
 
 
 def preferred(parent: int = 0) -> int:

@@ -66,31 +66,33 @@ _nixl_switches = False
 # ---- contexts of calls -----------------------------------------------------------------------------------------------
 
 
-class _Held:
-    """The context of ``choose()`` for the duration of a call; afterwards the caller's, whoever changed it."""
-
-    __slots__ = ("_choose", "_failure", "_previous", "_where")
-
-    def __init__(self, where: str, choose: Callable[[], int]) -> None:
-        self._where = where
-        self._choose = choose
-        self._previous: int | None = None
-        self._failure: Exception | None = None
-
-    def __enter__(self) -> None:
+def _in_context(
+    where: str, choose: Callable[[], int], call: Hook, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> Any:
+    """``call`` in the context of ``choose()``; afterwards the caller's, whoever changed it."""
+    previous: int | None = None
+    failure: Exception | None = None
+    try:
         try:
-            self._previous = driver.current()
-            affinity.enter(self._choose())
+            previous = driver.current()
+            affinity.enter(choose())
         except CtxfixError as error:
-            guard.failed(self._where, error)
-        except Exception as error:  # told only if NIXL does not stumble over the same arguments
-            self._failure = error
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if self._previous is not None:
-            affinity.leave(self._previous)
-        if self._failure is not None and kind is None:
-            guard.failed(self._where, self._failure)
+            guard.failed(where, error)
+        except Exception as error:
+            if guard.interrupted(error):
+                raise
+            failure = error
+        result = call(*args, **(kwargs or {}))  # if it raises too, the arguments were wrong, not we
+    finally:
+        if previous is not None:
+            try:
+                affinity.leave(previous)
+            except BaseException:  # a signal, before it had begun: it comes once
+                affinity.leave(previous)
+                raise
+    if failure is not None:
+        guard.failed(where, failure)
+    return result
 
 
 def _context_of_agent(agent: Any) -> int:
@@ -142,31 +144,55 @@ def _unknown(address: int) -> None:
     )
 
 
-def _enter_transfer(agent: Any, handle: Any, *_: Any, **__: Any) -> int | None:
-    """Make the owner of the transfer's local memory current; the token for affinity.leave, None: nothing to undo."""
+# These take the arguments of a call as they are, (agent, handle, …), and give the token for affinity.leave, or None:
+# nothing to undo. They are called without a star, so that no signal is handled between their return and the caller's
+# `try` (Python 3.11 on).
+
+
+def _enter_transfer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """Make the owner of the transfer's local memory current."""
+    handle = args[1] if len(args) > 1 else kwargs["handle"]
     memory = _transfers.get(handle._handle, _UNKNOWN)
     if memory is None:
         return None  # host memory
     next(_posts)
     if memory is _UNKNOWN:  # made before ctxfix was active
         counters.count("unknown_owners")
-        return affinity.enter(_context_of_agent(agent) or _context_of_newcomer())
+        return affinity.enter(_context_of_agent(args[0]) or _context_of_newcomer())
     if not memory.context:
         _unknown(memory.address)
         return None
     if not _nixl_switches:
-        return _enter(memory)
+        return _enter_owner(memory)
     before = driver.current()
-    _enter(memory)
-    # With descriptors of several devices NIXL's own cudaSetDevice for each is the best there is.
-    agents.hold(not memory.mixed)
+    try:
+        _enter_owner(memory)
+        # With descriptors of several devices NIXL's own cudaSetDevice for each is the best there is.
+        agents.hold(not memory.mixed)
+    except BaseException:
+        _leave_transfer(before)
+        raise
     return before
 
 
 def _leave_transfer(token: int) -> None:
-    if _nixl_switches:
-        agents.hold(False)
-    affinity.leave(token)
+    try:
+        if _nixl_switches:
+            agents.hold(False)
+    finally:
+        affinity.leave(token)
+
+
+def _enter_owner(memory: _Memory) -> int | None:
+    # A thread that is there already stays; none is moved to where the memory is no longer: it may have been freed, and
+    # allocated on another GPU, since the transfer was made.
+    if driver.current() == memory.context:
+        return None
+    now = driver.context_at(memory.address)
+    if now and now != memory.context:
+        counters.count("stale_owners")
+        memory.context, memory.owner = now, driver.owner_of(memory.address)
+    return _enter(memory)
 
 
 def _enter(memory: _Memory) -> int | None:
@@ -183,15 +209,16 @@ def _enter(memory: _Memory) -> int | None:
         return affinity.enter(context)
 
 
-def _enter_poll_of_transfer(agent: Any, handle: Any, *_: Any, **__: Any) -> int | None:
+def _enter_poll_of_transfer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    handle = args[1] if len(args) > 1 else kwargs["handle"]
     memory = _transfers.get(handle._handle, _UNKNOWN)
     if memory is _UNKNOWN:
-        return _enter_poll(agent)
+        return _enter_poll(args, kwargs)
     return _enter(memory) if memory is not None else None
 
 
-def _enter_poll(agent: Any, *_: Any, **__: Any) -> int | None:
-    return affinity.enter(_context_of_agent(agent))
+def _enter_poll(args: tuple[Any, ...], _: dict[str, Any]) -> int | None:
+    return affinity.enter(_context_of_agent(args[0]))
 
 
 # ---- what the hooks learn --------------------------------------------------------------------------------------------
@@ -349,8 +376,12 @@ def _set_up_hooks(vram: Any) -> dict[str, Hook]:
     def making(wrapped: Hook, agent: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # The thread that makes an agent or a backend hands its context on to what NIXL starts.
         driver.attach()
-        with _Held("nixl_agent.create_backend", _context_of_newcomer), agents.starting(id(agent)):
-            result = wrapped(*args, **kwargs)
+
+        def make() -> Any:
+            with agents.starting(id(agent)):
+                return wrapped(*args, **kwargs)
+
+        result = _in_context("nixl_agent.create_backend", _context_of_newcomer, make)
         driver.attach()  # NIXL's plugins load libcuda
         return result
 
@@ -365,8 +396,8 @@ def _set_up_hooks(vram: Any) -> dict[str, Hook]:
             return owner
 
         try:
-            with _one_at_a_time(agent), _Held("nixl_agent.register_memory", context):
-                descs = wrapped(*args, **kwargs)
+            with _one_at_a_time(agent):
+                descs = _in_context("nixl_agent.register_memory", context, wrapped, args, kwargs)
         finally:
             agents.hold(False)
         with _Noting("nixl_agent.register_memory"):
@@ -376,10 +407,10 @@ def _set_up_hooks(vram: Any) -> dict[str, Hook]:
 
     def deregister_memory(wrapped: Hook, agent: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         memory = _argument(args, kwargs, 0, "dereg_list")
+        where = "nixl_agent.deregister_memory"
         with _one_at_a_time(agent):
-            with _Held("nixl_agent.deregister_memory", lambda: _context_of_list(memory, None, vram)):
-                result = wrapped(*args, **kwargs)
-        with _Noting("nixl_agent.deregister_memory"):
+            result = _in_context(where, lambda: _context_of_list(memory, None, vram), wrapped, args, kwargs)
+        with _Noting(where):
             if descriptors.is_gpu(memory, None, vram):
                 registry.remove_all(id(agent), (row[:2] for row in descriptors.rows(memory)))
                 agents.forget(id(agent))
@@ -389,9 +420,9 @@ def _set_up_hooks(vram: Any) -> dict[str, Hook]:
         if _argument(args, kwargs, 0, "agent_name") not in ("", "NIXL_INIT_AGENT"):
             return wrapped(*args, **kwargs)  # the remote side: its addresses are another process's
         memory, mem_type = _argument(args, kwargs, 1, "xfer_list"), _argument(args, kwargs, 2, "mem_type")
-        with _Held("nixl_agent.prep_xfer_dlist", lambda: _context_of_list(memory, mem_type, vram)):
-            handle = wrapped(*args, **kwargs)
-        with _Noting("nixl_agent.prep_xfer_dlist"):
+        where = "nixl_agent.prep_xfer_dlist"
+        handle = _in_context(where, lambda: _context_of_list(memory, mem_type, vram), wrapped, args, kwargs)
+        with _Noting(where):
             gpu = descriptors.is_gpu(memory, mem_type, vram)
             _prepared[handle._handle] = _addresses(memory) if gpu else None
         return handle
@@ -408,9 +439,9 @@ def _set_up_hooks(vram: Any) -> dict[str, Hook]:
                 return iter(())
             return iter(addresses) if len(addresses) == 1 else (addresses[int(i)] for i in indices)
 
-        with _Held("nixl_agent.make_prepped_xfer", lambda: _context_at(next(selected(), None))):
-            handle = wrapped(*args, **kwargs)
-        with _Noting("nixl_agent.make_prepped_xfer"):
+        where = "nixl_agent.make_prepped_xfer"
+        handle = _in_context(where, lambda: _context_at(next(selected(), None)), wrapped, args, kwargs)
+        with _Noting(where):
             if addresses is None:
                 _transfers[handle._handle] = None
             else:
@@ -419,9 +450,9 @@ def _set_up_hooks(vram: Any) -> dict[str, Hook]:
 
     def initialize_xfer(wrapped: Hook, agent: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         memory = _argument(args, kwargs, 1, "local_descs")
-        with _Held("nixl_agent.initialize_xfer", lambda: _context_of_list(memory, None, vram)):
-            handle = wrapped(*args, **kwargs)
-        with _Noting("nixl_agent.initialize_xfer"):
+        where = "nixl_agent.initialize_xfer"
+        handle = _in_context(where, lambda: _context_of_list(memory, None, vram), wrapped, args, kwargs)
+        with _Noting(where):
             if descriptors.is_gpu(memory, None, vram):
                 _note_transfer(handle._handle, (row[0] for row in descriptors.rows(memory)))
             else:
@@ -429,8 +460,8 @@ def _set_up_hooks(vram: Any) -> dict[str, Hook]:
         return handle
 
     def on_agent(wrapped: Hook, agent: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with _Held(f"nixl_agent.{wrapped.__name__}", lambda: _context_of_agent(agent)):
-            return wrapped(*args, **kwargs)
+        where = f"nixl_agent.{wrapped.__name__}"
+        return _in_context(where, lambda: _context_of_agent(agent), wrapped, args, kwargs)
 
     def prep_mem_view(wrapped: Hook, agent: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         memory = _argument(args, kwargs, 0, "dlist")
@@ -439,13 +470,12 @@ def _set_up_hooks(vram: Any) -> dict[str, Hook]:
             remote = "Remote" in type(memory).__name__  # nixlRemoteDList: another process's addresses
             return _context_of_agent(agent) if remote else _context_of_list(memory, None, vram)
 
-        with _Held("nixl_agent.prep_mem_view", context):
-            return wrapped(*args, **kwargs)
+        return _in_context("nixl_agent.prep_mem_view", context, wrapped, args, kwargs)
 
     def estimate_xfer_cost(wrapped: Hook, agent: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         handle = _argument(args, kwargs, 0, "req_handle")
-        with _Held("nixl_agent.estimate_xfer_cost", lambda: _context_of_transfer(handle._handle)):
-            return wrapped(*args, **kwargs)
+        where = "nixl_agent.estimate_xfer_cost"
+        return _in_context(where, lambda: _context_of_transfer(handle._handle), wrapped, args, kwargs)
 
     return {
         "__init__": making,
@@ -469,18 +499,23 @@ def _set_up_hooks(vram: Any) -> dict[str, Hook]:
 
 
 def _hot(
-    original: Hook, where: str, enter: Callable[..., int | None], leave: Callable[[int], None] = affinity.leave
+    original: Hook,
+    where: str,
+    enter: Callable[[tuple[Any, ...], dict[str, Any]], int | None],
+    leave: Callable[[int], None] = affinity.leave,
 ) -> Hook:
     """``original`` between ``enter`` and ``leave``, at the least cost that Python allows."""
 
     @functools.wraps(original)
     def hook(*args: Any, **kwargs: Any) -> Any:
         try:
-            token = enter(*args, **kwargs)
+            token = enter(args, kwargs)
         except CtxfixError as error:
             guard.failed(where, error)
             token = None
         except Exception as error:
+            if guard.interrupted(error):
+                raise
             result = original(*args, **kwargs)  # if it raises, the arguments were wrong, not we
             guard.failed(where, error)
             return result
@@ -489,7 +524,11 @@ def _hot(
         try:
             return original(*args, **kwargs)
         finally:
-            leave(token)
+            try:
+                leave(token)
+            except BaseException:  # a signal, before it had begun: it comes once
+                leave(token)
+                raise
 
     return hook
 
@@ -502,14 +541,19 @@ def _releasing(where: str, known: dict[int, Any], context_of: Callable[[int], in
 
     def release(wrapped: Hook, handle: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         key = handle._handle
-        with _Held(where, lambda: context_of(key)):
+        memory = _UNKNOWN
+
+        def forget_and_release() -> Any:
+            nonlocal memory
             memory = _UNKNOWN if handle._released else known.pop(key, _UNKNOWN)
             try:
-                result = wrapped(*args, **kwargs)
+                return wrapped(*args, **kwargs)
             except BaseException:
                 if memory is not _UNKNOWN:  # still active: NIXL keeps the handle
                     known[key] = memory
                 raise
+
+        result = _in_context(where, lambda: context_of(key), forget_and_release)
         with _Noting(where):
             if isinstance(memory, _Memory):  # a transfer of GPU memory is through: what did it leave behind?
                 footprint.check()

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 from ctxfix import _startup, affinity, counters, driver, guard, threads
 from ctxfix.errors import PatchError
+from ctxfix.patches.host import give_back
 
 Hook = Callable[..., Any]
 
@@ -87,16 +88,20 @@ def _constructor(original: Hook, where: str) -> Hook:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         context, before = 0, None
         try:
-            context = context_of(args[0] if args else kwargs.get("args"))
-            before = affinity.enter(context)
-        except Exception as error:  # noqa: BLE001 - SGLang must go on
-            guard.failed(where, error)
-        try:
+            try:
+                context = context_of(args[0] if args else kwargs.get("args"))
+                before = affinity.enter(context)
+            except Exception as error:  # noqa: BLE001 - SGLang must go on
+                guard.failed(where, error)
             original(self, *args, **kwargs)
         finally:
             # If SGLang itself chose a device meanwhile, as for its staging buffers, its choice stays.
-            if before is not None and driver.current() == context:
-                affinity.leave(before)
+            if before is not None:
+                try:
+                    give_back(before, context)
+                except BaseException:  # a signal, before it had begun: it comes once
+                    give_back(before, context)
+                    raise
 
     return __init__
 
@@ -108,14 +113,14 @@ def _worker(original: Hook, where: str) -> Hook:
     def worker(self: Any, *args: Any, **kwargs: Any) -> Any:
         before = None
         try:
-            # Greenlets share one thread: binding one of them would bind them all.
-            if not threads.green():
-                before = affinity.enter(context_of(self.kv_args))
-                if before is not None:
-                    counters.count("threads_bound")
-        except Exception as error:  # noqa: BLE001 - SGLang must go on
-            guard.failed(where, error)
-        try:
+            try:
+                # Greenlets share one thread: binding one of them would bind them all.
+                if not threads.green():
+                    before = affinity.enter(context_of(self.kv_args))
+                    if before is not None:
+                        counters.count("threads_bound")
+            except Exception as error:  # noqa: BLE001 - SGLang must go on
+                guard.failed(where, error)
             return original(self, *args, **kwargs)
         finally:
             if before is not None:

@@ -1,0 +1,615 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults injected into the Python side. docs/faults.md lists them all, with what happens and the test that proves it.
+
+Always the same is expected: the host's own call is made once and gives its own result, the caller's context is as it
+was, and ctxfix.stats() tells; in strict mode a CtxfixError at most.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import inspect
+import itertools
+import signal
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from fake_cuda import FakeCuda
+from fake_nixl import METHODS, MIB, VRAM, Boom, DList, Nixl, one
+
+import ctxfix
+from ctxfix import affinity, counters, driver, native, settings, threads
+from ctxfix.driver import Owner
+from ctxfix.errors import CtxfixError
+from ctxfix.patches import host as host_patch
+from ctxfix.patches import nixl, sglang
+from ctxfix.registry import Registry, registry
+
+TROUBLE = ("hook_failures", "unknown_owners", "device_fallbacks", "stale_owners", "unsynchronised_ranges")
+
+
+def trouble() -> int:
+    """How often ctxfix has counted that something was not as it should be."""
+    counts = counters.snapshot()
+    return sum(counts[name] for name in TROUBLE)
+
+
+def state(cuda: FakeCuda) -> tuple[int, int]:
+    return cuda.depth(), cuda.current()
+
+
+@pytest.fixture
+def strict(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Parametrised: strict mode or not."""
+    if request.param:
+        monkeypatch.setattr(settings, "current", lambda: settings.Settings(strict=True))
+    return bool(request.param)
+
+
+either_mode = pytest.mark.parametrize("strict", [False, True], ids=["", "strict"], indirect=True)
+
+# ---- every call of ours to the driver, with every error, at every hook -----------------------------------------------
+
+CALLS = [
+    "cuCtxGetCurrent",
+    "cuCtxSetCurrent",
+    "cuCtxGetId",
+    "cuCtxGetDevice",
+    "cuCtxPushCurrent",
+    "cuCtxPopCurrent",
+    "cuPointerGetAttribute",
+    "cuPointerSetAttribute",
+    "cuDeviceGetCount",
+    "cuDevicePrimaryCtxGetState",
+    "cuDevicePrimaryCtxRetain",
+    "cuDevicePrimaryCtxRelease",
+]
+
+#: What cuda.h says they may give, what a broken GPU gives to any call, and one that nobody knows yet.
+ERRORS = {
+    "INVALID_VALUE": 1,
+    "OUT_OF_MEMORY": 2,
+    "DEVICE_UNAVAILABLE": 46,
+    "NO_DEVICE": 100,
+    "INVALID_DEVICE": 101,
+    "INVALID_CONTEXT": 201,
+    "ECC_UNCORRECTABLE": 214,
+    "INVALID_HANDLE": 400,
+    "ILLEGAL_ADDRESS": 700,
+    "CONTEXT_IS_DESTROYED": 709,
+    "LAUNCH_FAILED": 719,
+    "UNKNOWN": 999,
+    "an error of the future": 12345,
+}
+
+
+class Hook:
+    """``call`` a hook, once healthy: what it gives then is what it must give whatever fails."""
+
+    def __init__(self, name: str, host: Nixl, cuda: FakeCuda) -> None:
+        self.name, self._host, self._cuda = name, host, cuda
+        self.address, self.vmm = cuda.alloc(1), cuda.alloc_vmm(1)
+        self._agent = host.agent()
+        self._agent.register_memory([(self.address, MIB, 1, ""), (self.vmm, MIB, 1, "")], "VRAM")
+        self._ran: list[int] = []
+        #: The context that the host's code is to run in: the memory's, or for what names none the caller's own.
+        self.expected = cuda.contexts[0 if name in ("__init__", "create_backend") else 1]
+
+    def prepare(self) -> None:
+        self._handle = self._agent.initialize_xfer("WRITE", one(self.address), None, "peer")
+        self._ran.clear()
+        self._seen = len(self._host.seen)
+
+    def reached(self) -> list[int]:
+        """The contexts in which the host's own code was reached."""
+        return self._ran + [context for name, context in self._host.seen[self._seen :] if name == self.name]
+
+    def _body(self, *_: object) -> str:
+        self._ran.append(self._cuda.current())
+        return "the host's own"
+
+    def _in_thread(self) -> str:
+        thread = threading.Thread(target=self._body)
+        try:
+            thread.start()
+        finally:
+            if thread.ident is not None:
+                thread.join(20)
+        return "the host's own"
+
+    def call(self) -> object:
+        other = {
+            "__init__": lambda: self._host.module.nixl_agent("another"),
+            "create_backend": lambda: self._agent.create_backend("LIBFABRIC"),
+            "register_memory of VMM": lambda: self._agent.register_memory(DList(VRAM, [(self.vmm, 64, 1)])),
+            "thread start": self._in_thread,
+            "a host's method": host_patch.in_context(self._body, host_patch.Hook("m", "f", lambda: self.address)),
+            "a host's device": host_patch.in_context(
+                self._body, host_patch.Hook("m", "f", lambda: host_patch.Device(1))
+            ),
+            "SGLang's constructor": lambda: sglang._constructor(self._body, "m.C.__init__")(
+                None, types.SimpleNamespace(kv_data_ptrs=[self.address], gpu_id=1)
+            ),
+        }
+        if self.name in other:
+            return other[self.name]()
+        return METHODS[self.name](self._agent, self.address, self._handle)
+
+
+HOOKS = [
+    *METHODS,
+    "__init__",
+    "create_backend",
+    "thread start",
+    "a host's method",
+    "a host's device",
+    "SGLang's constructor",
+]
+
+
+@pytest.fixture
+def python_threads(cuda: FakeCuda, startup_state: None) -> Iterator[None]:
+    assert threads.apply()
+    yield
+    threads.remove()
+    threads._unannounced.clear()
+
+
+def alike(result: object, healthy: object) -> bool:
+    return type(result) is type(healthy) and (result == healthy or not isinstance(result, (str, int, dict)))
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("hook", HOOKS)
+@either_mode
+def test_each_call_of_the_driver_fails_at_each_hook(
+    host: Nixl, cuda: FakeCuda, python_threads: None, strict: bool, hook: str, name: str, monkeypatch
+) -> None:
+    if strict:
+        monkeypatch.setenv("CTXFIX_STRICT", "1")  # what the thread hook asks
+    tried = Hook(hook, host, cuda)
+    tried.prepare()
+    healthy = tried.call()
+
+    def attempt(error: int, after: int, times: int) -> bool:
+        """Whether it came to the failing call."""
+        tried.prepare()
+        cuda.make_current(0)
+        before, counted = state(cuda), trouble()
+        calls = cuda.calls(name)
+        cuda.fail(name, error, after, times)
+        try:
+            assert alike(tried.call(), healthy)
+        except CtxfixError:
+            assert strict
+        hit = cuda.calls(name) > calls + after
+        cuda.heal()
+        assert state(cuda) == before, "the caller's context is never lost"
+        reached = tried.reached()
+        assert len(reached) == 1 or (strict and not reached)
+        # A device whose primary context cannot be told counts as one without: that is no trouble.
+        untold = hook == "a host's device" and name.startswith("cuDevicePrimaryCtx")
+        # -1: it was the test's own question that failed
+        assert strict or untold or trouble() > counted or reached[0] in (tried.expected, -1)
+        return hit
+
+    for error in ERRORS.values():
+        for nth in itertools.count():
+            if not attempt(error, nth, 1):
+                break
+        if name != "cuCtxPopCurrent":  # if that never works again, nobody can undo a push
+            attempt(error, 0, 0)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@either_mode
+def test_each_call_of_the_driver_fails_under_our_own_api(cuda: FakeCuda, strict: bool, name: str) -> None:
+    """bound() and native_threads() may say so, by a CtxfixError; nothing else."""
+    address = cuda.alloc(1)
+    cuda.make_current(0)
+    before = state(cuda)
+    for error, work in itertools.product(ERRORS.values(), (ctxfix.bound, ctxfix.native_threads)):
+        for nth in itertools.count():
+            calls = cuda.calls(name)
+            cuda.fail(name, error, nth, 1)
+            entered = False
+            try:
+                with work(address):
+                    entered = True
+            except CtxfixError:
+                assert strict or not entered
+            hit = cuda.calls(name) > calls + nth
+            cuda.heal()
+            assert state(cuda) == before
+            if not hit:
+                break
+
+
+@pytest.mark.parametrize("error", [3, 4], ids=["NOT_INITIALIZED", "DEINITIALIZED"])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_driver_that_is_shut_down(host: Nixl, cuda: FakeCuda, python_threads: None, hook: str, error: int) -> None:
+    """While a process ends, or in a driver that was never started, every call gives one of these."""
+    tried = Hook(hook, host, cuda)
+    tried.prepare()
+    healthy = tried.call()
+    tried.prepare()
+    cuda.make_current(0)
+    before = state(cuda)
+    for name in CALLS:
+        cuda.fail(name, error)
+    assert alike(tried.call(), healthy)
+    cuda.heal()
+    assert state(cuda) == before and len(tried.reached()) == 1
+
+
+def test_a_failing_call_is_told_once_and_counted_each_time(host: Nixl, cuda: FakeCuda, caplog) -> None:
+    agent, address = host.agent(), cuda.alloc(1)
+    handle = agent.initialize_xfer("WRITE", one(address), None, "peer")
+    cuda.fail("cuCtxSetCurrent", 700)
+    for _ in range(5):
+        assert agent.transfer(handle) == "PROC"
+    assert host.counted_since("hook_failures") == 5 and len(caplog.records) == 1
+    assert "CUDA_ERROR_ILLEGAL_ADDRESS (700)" in caplog.text and "CTXFIX_STRICT=1" in caplog.text
+
+
+# ---- contexts and memory that go away under us -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["gone", "and made again"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_context_destroyed_before_a_call(host: Nixl, cuda: FakeCuda, method: str, again: bool) -> None:
+    """cudaDeviceReset or cuCtxDestroy of what was recorded: the call goes through, and never in the dead context."""
+    context = cuda.create_context(1)
+    agent, address = host.agent(), cuda.alloc(1, context=context)
+    agent.register_memory([(address, MIB, 1, "")], "VRAM")
+    handle = agent.initialize_xfer("WRITE", one(address), None, "peer")
+    cuda.make_current(0)
+    before = state(cuda)
+    cuda.destroy_context(context)
+    new = cuda.create_context(1) if again else 0
+    METHODS[method](agent, address, handle)
+    # One made again may have the same address: then it is a living one, of the same GPU.
+    assert host.context_of(method) in (cuda.contexts[0], cuda.contexts[1], new) and state(cuda) == before
+    if again:
+        cuda.destroy_context(new)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_callers_own_context_destroyed_within_a_call(host: Nixl, cuda: FakeCuda, method: str, caplog) -> None:
+    """It cannot be given back: the thread is left with none, not with ours, and not with a dead one."""
+    agent, address = host.agent(), cuda.alloc(1)
+    agent.register_memory([(address, MIB, 1, "")], "VRAM")
+    handle = agent.initialize_xfer("WRITE", one(address), None, "peer")
+    own = cuda.create_context(2)
+    driver.set_current(own)
+    host.on(method, lambda: cuda.destroy_context(own))
+    METHODS[method](agent, address, handle)
+    assert state(cuda) == (0, 0) and host.counted_since("hook_failures") == 1
+    assert sum("709" in record.getMessage() for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("switches", [False, True], ids=["", "NIXL switches devices"])
+@pytest.mark.parametrize("caller", [None, 2], ids=["no context", "another context"])
+def test_memory_allocated_on_another_gpu_between_making_and_posting(
+    host: Nixl, cuda: FakeCuda, caller: int | None, switches: bool, monkeypatch
+) -> None:
+    """A thread is never moved into a context that no longer owns the memory."""
+    monkeypatch.setattr(nixl, "_nixl_switches", switches)
+    agent, address = host.agent(), cuda.alloc(1)
+    agent.register_memory([(address, MIB, 1, "")], "VRAM")
+    handle = agent.initialize_xfer("WRITE", one(address), None, "peer")
+    cuda.free(address)
+    assert cuda.alloc(0) == address
+    cuda.make_current(caller)
+    before = state(cuda)
+    for method in ("transfer", "check_xfer_state"):
+        METHODS[method](agent, address, handle)
+        assert host.context_of(method) == cuda.contexts[0]
+    assert state(cuda) == before and host.counted_since("stale_owners") == 1
+    cuda.free(address)
+
+
+@pytest.mark.parametrize("device", [None, 0], ids=["freed", "on another GPU"])
+@pytest.mark.parametrize("method", METHODS)
+def test_memory_that_has_gone_since_it_was_registered(
+    host: Nixl, cuda: FakeCuda, method: str, device: int | None
+) -> None:
+    agent, address = host.agent(), cuda.alloc(1)
+    agent.register_memory([(address, MIB, 1, "")], "VRAM")
+    handle = agent.initialize_xfer("WRITE", one(address), None, "peer")
+    cuda.free(address)
+    if device is not None:
+        assert cuda.alloc(device) == address
+    cuda.make_current(3)
+    before = state(cuda)
+    METHODS[method](agent, address, handle)
+    assert host.seen[-1][0] == method and state(cuda) == before
+    if device is not None:
+        cuda.free(address)
+
+
+# ---- NIXL itself fails -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Boom, MemoryError, SystemExit, KeyboardInterrupt, GeneratorExit])
+@pytest.mark.parametrize("method", [*METHODS, "__init__", "create_backend"])
+def test_what_nixl_raises_arrives(host: Nixl, cuda: FakeCuda, method: str, kind: type[BaseException]) -> None:
+    agent, address = host.agent(), cuda.alloc(1)
+    agent.register_memory([(address, MIB, 1, "")], "VRAM")
+    handle = agent.initialize_xfer("WRITE", one(address), None, "peer")
+    cuda.make_current(0)
+    before, error = state(cuda), kind()
+
+    def fail() -> None:
+        raise error
+
+    making = {"__init__": lambda *_: host.agent(), "create_backend": lambda *_: agent.create_backend("X")}
+    host.on(method, fail)
+    with pytest.raises(kind) as raised:
+        {**METHODS, **making}[method](agent, address, handle)
+    assert raised.value is error and state(cuda) == before
+    assert host.counted_since("hook_failures") == 0
+    if native.available():
+        assert not native.present().on and native.hold(False) is False
+
+
+# ---- signals, at every moment ----------------------------------------------------------------------------------------
+
+
+class Limit(Exception):
+    """What a time limit raises, out of a signal handler."""
+
+
+class Moments:
+    """Python looks for signals when a function begins, and when one of C returns: such moments in our code, all where a
+    function of ours begins and where the driver has answered.
+
+    ``strike(n, work)`` sends a signal at the n-th of them; whether it came so far. (Python 3.10 looks, beyond these,
+    when a call of a Python function returns: between `enter` and the caller's `try`, where nothing can be done.)
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, handler: Callable[..., object]) -> None:
+        self._left = -1
+        self.struck = False
+        monkeypatch.setattr(driver, "_api", _Ticking(driver._api, self._tick))
+        for name in ("_cuCtxGetCurrent", "_cuCtxSetCurrent", "_cuCtxGetId", "_cuPointerGetAttribute"):
+            monkeypatch.setattr(driver, name, _ticking(getattr(driver, name), self._tick))
+        for name in ("_rebinds", "_restores"):
+            monkeypatch.setattr(affinity, name, iter(_ticking(getattr(affinity, name).__next__, self._tick), None))
+        self._before = signal.signal(signal.SIGUSR1, handler)
+
+    def close(self) -> None:
+        sys.settrace(None)
+        signal.signal(signal.SIGUSR1, self._before)
+
+    def _tick(self) -> None:
+        if self._left == 0:
+            sys.settrace(None)
+            self._left = -1
+            self.struck = True
+            signal.raise_signal(signal.SIGUSR1)
+        self._left -= 1
+
+    def _look(self, frame: types.FrameType, event: str, _: object) -> Any:
+        # At the first line: an error at "call" itself, or at "c_return" of a profiler, breaks Python 3.11. Not where a
+        # generator goes on, which is said, too, where one is closed; and not in `__del__`, which lets no error out.
+        if event == "line":
+            frame.f_trace_lines = False
+            self._tick()
+        code = frame.f_code
+        ours = frame.f_globals.get("__name__", "").startswith("ctxfix.") and code.co_name != "finalize"
+        return self._look if event == "call" and ours and not code.co_flags & inspect.CO_GENERATOR else None
+
+    def strike(self, moment: int, work: Callable[[], object]) -> bool:
+        self._left, self.struck = moment, False
+        gc.disable()  # from what it calls back no error gets out
+        sys.settrace(self._look)
+        try:
+            work()
+        finally:
+            sys.settrace(None)
+            gc.enable()
+            self._left = -1
+        return self.struck
+
+
+def _ticking(call: Callable[..., Any], tick: Callable[[], None]) -> Callable[..., Any]:
+    def ticking(*args: Any) -> Any:
+        answer = call(*args)
+        tick()
+        return answer
+
+    return ticking
+
+
+class _Ticking:
+    def __init__(self, api: Any, tick: Callable[[], None]) -> None:
+        self._wrapped, self._tick = api, tick
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._wrapped, name)
+        return _ticking(found, self._tick) if name.startswith("cu") else found
+
+
+@contextmanager
+def moments(monkeypatch: pytest.MonkeyPatch, handler: Callable[..., object]) -> Iterator[Moments]:
+    with monkeypatch.context() as patched:
+        made = Moments(patched, handler)
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, TimeoutError, Limit, RuntimeError])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_signal_handler_that_raises_at_every_moment(
+    host: Nixl, cuda: FakeCuda, python_threads: None, hook: str, kind: type[BaseException], monkeypatch
+) -> None:
+    """What it raises arrives, always: a time limit must not get lost in a hook. And the caller's context is back."""
+    tried = Hook(hook, host, cuda)
+    tried.prepare()
+    healthy = tried.call()
+    error: BaseException
+
+    def handler(*_: object) -> None:
+        raise error
+
+    with moments(monkeypatch, handler) as at:
+        for moment in itertools.count():
+            tried.prepare()
+            cuda.make_current(0)
+            before, failures, error = state(cuda), counters.snapshot()["hook_failures"], kind("now")
+            try:
+                struck = at.strike(moment, tried.call)
+                assert not struck, f"lost at moment {moment}"
+                break
+            except BaseException as raised:  # noqa: B036
+                assert raised is error
+            assert state(cuda) == before, f"at moment {moment}"
+            assert counters.snapshot()["hook_failures"] == failures
+            if native.available():
+                assert native.hold(False) is False and not native.present().on
+    assert moment > 3
+    tried.prepare()
+    assert alike(tried.call(), healthy)
+    assert registry.contexts() == (cuda.contexts[1],)
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_signal_handler_that_uses_nixl_at_every_moment(
+    host: Nixl, cuda: FakeCuda, python_threads: None, hook: str, monkeypatch
+) -> None:
+    """As a finalizer may, which the garbage collector runs: it neither waits for ever nor spoils the answers."""
+    tried = Hook(hook, host, cuda)
+    other, memory = host.agent(), cuda.alloc(2)
+    other.register_memory([(memory, MIB, 2, "")], "VRAM")
+    tried.prepare()
+    healthy = tried.call()
+    contexts: list[int] = []
+
+    def handler(*_: object) -> None:
+        other.deregister_memory(one(memory, 2))
+        other.register_memory([(memory, 4096, 2, "")], "VRAM")
+        handle = other.initialize_xfer("WRITE", one(memory, 2), None, "peer")
+        other.transfer(handle)
+        contexts.append(host.context_of("transfer"))
+        handle.release()
+
+    with moments(monkeypatch, handler) as at:
+        for moment in itertools.count():
+            tried.prepare()
+            cuda.make_current(0)
+            before, failures = state(cuda), counters.snapshot()["hook_failures"]
+            result: list[object] = []
+            struck = at.strike(moment, lambda result=result: result.append(tried.call()))
+            assert alike(result[0], healthy) and state(cuda) == before, f"at moment {moment}"
+            assert counters.snapshot()["hook_failures"] == failures
+            if not struck:
+                break
+            assert contexts.pop() == cuda.contexts[2]
+    assert moment > 3
+
+
+@pytest.mark.parametrize("change", ["add", "remove", "forget", "find"])
+def test_a_change_of_the_registry_broken_off_at_every_moment(change: str, monkeypatch) -> None:
+    """It is made or not made, and all that follows from it."""
+
+    def handler(*_: object) -> None:
+        raise Limit
+
+    gpu = [Owner(0x1000, 0), Owner(0x2000, 1)]
+    work: dict[str, Callable[[Registry], object]] = {
+        "add": lambda r: r.add(3, 120, 100, gpu[1]),
+        "remove": lambda r: r.remove(2, 150, 100),
+        "forget": lambda r: r.forget(2),
+        "find": lambda r: r.find(160),
+    }
+
+    def made() -> Registry:
+        registry = Registry()
+        for agent, start, length, owner in ((1, 100, 100, 0), (2, 150, 100, 1), (1, 300, 50, 0), (2, 400, 10, 1)):
+            registry.add(agent, start, length, gpu[owner])
+        return registry
+
+    def seen(registry: Registry) -> object:
+        owners = [found and (found.start, found.end, found.owner) for found in map(registry.find, range(90, 420))]
+        return owners, registry.contexts(), [registry.contexts_of(agent) for agent in (1, 2, 3)], len(registry)
+
+    before, after = made(), made()
+    work[change](after)
+    with moments(monkeypatch, handler) as at:
+        for moment in itertools.count():
+            registry = made()
+            try:
+                if not at.strike(moment, lambda registry=registry: work[change](registry)):
+                    break
+            except Limit:
+                pass
+            assert seen(registry) in (seen(before), seen(after)), f"at moment {moment}"
+    assert moment > 0
+
+
+@pytest.mark.parametrize("question", ["_cuCtxGetCurrent", "_cuCtxGetId", "_cuPointerGetAttribute"])
+def test_a_question_within_a_question_to_the_driver(host: Nixl, cuda: FakeCuda, question: str, monkeypatch) -> None:
+    """The garbage collector may release a transfer between the driver's answer and our reading of it."""
+    agent, address, elsewhere = host.agent(), cuda.alloc(1), cuda.alloc(2)
+    agent.register_memory([(address, MIB, 1, "")], "VRAM")
+    handle = agent.initialize_xfer("WRITE", one(address), None, "peer")
+    others = [agent.initialize_xfer("WRITE", one(elsewhere, 2), None, "peer") for _ in range(50)]
+    asked, cuda_context = getattr(driver, question), cuda.contexts[0]
+
+    def interrupted(*args: Any) -> int:
+        error = asked(*args)
+        with monkeypatch.context() as quiet:
+            quiet.setattr(driver, question, asked)
+            others.pop().release()
+        return error
+
+    cuda.make_current(0)
+    monkeypatch.setattr(driver, question, interrupted)
+    agent.transfer(handle)
+    assert host.context_of("transfer") == cuda.contexts[1] and cuda.current() == cuda_context
+    assert driver.owner_of(address) == Owner(cuda.contexts[1], 1)
+    assert driver.buffer_id(address) != driver.buffer_id(elsewhere) and len(others) < 49
+
+
+# ---- threads that die ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 may raise between enter() and the caller's try")
+@pytest.mark.parametrize("kind", [Limit, SystemExit, TimeoutError])
+def test_a_thread_that_another_one_ends(host: Nixl, cuda: FakeCuda, kind: type[BaseException]) -> None:
+    """PyThreadState_SetAsyncExc, wherever it hits: it arrives, and the thread dies in its own context."""
+    agent, address = host.agent(), cuda.alloc(1)
+    agent.register_memory([(address, MIB, 1, "")], "VRAM")
+    handle = agent.initialize_xfer("WRITE", one(address), None, "peer")
+    ends: list[tuple[int, int]] = []
+    running = threading.Event()
+
+    def work() -> None:
+        cuda.make_current(0)
+        try:
+            running.set()
+            while True:
+                agent.transfer(handle)
+                host.seen.clear()
+        except kind:
+            ends.append(state(cuda))
+
+    for _ in range(100):
+        running.clear()
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        running.wait()
+        raised = ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(kind))
+        assert raised == 1
+        thread.join(20)
+        assert not thread.is_alive(), "the exception got lost"
+    assert ends == [(1, cuda.contexts[0])] * 100
