@@ -52,13 +52,13 @@ def leave(previous: int) -> None:
     """
     try:
         _give_back(previous)
-    except Exception as error:  # noqa: BLE001 - the application's call has succeeded: it must not see this
-        if guard.interrupted(error):
-            _give_back(previous)
+    except DriverError as error:
         guard.failed("affinity.leave", error)
-    except BaseException:  # a signal handler's, or another thread's: it comes once
+    except BaseException as error:  # a signal handler's, another thread's, or no memory: it comes once
         _give_back(previous)
-        raise
+        if not isinstance(error, Exception):
+            raise
+        guard.failed("affinity.leave", error)
 
 
 def _give_back(previous: int) -> None:

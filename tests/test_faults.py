@@ -11,20 +11,26 @@ import ctypes
 import gc
 import inspect
 import itertools
+import logging
+import os
 import signal
+import subprocess
 import sys
+import textwrap
 import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+from environments import clean_environment
 from fake_cuda import FakeCuda
 from fake_nixl import METHODS, MIB, VRAM, Boom, DList, Nixl, one
 
 import ctxfix
-from ctxfix import affinity, counters, driver, native, settings, threads
+from ctxfix import affinity, counters, driver, guard, native, settings, threads
 from ctxfix.driver import Owner
 from ctxfix.errors import CtxfixError
 from ctxfix.patches import host as host_patch
@@ -613,3 +619,275 @@ def test_a_thread_that_another_one_ends(host: Nixl, cuda: FakeCuda, kind: type[B
         thread.join(20)
         assert not thread.is_alive(), "the exception got lost"
     assert ends == [(1, cuda.contexts[0])] * 100
+
+
+# ---- our own code and the extension fail -----------------------------------------------------------------------------
+
+NATIVE = ["install", "new_group", "present", "arm", "disarm", "bind_group", "group_info", "set_home", "hold", "status"]
+
+
+@pytest.mark.skipif(not native.available(), reason=f"ctxfix.native: {native.reason()}")
+@pytest.mark.parametrize("name", NATIVE)
+@either_mode
+def test_each_call_of_the_extension_fails_at_each_hook(
+    host: Nixl, cuda: FakeCuda, strict: bool, name: str, monkeypatch
+) -> None:
+    """As when it is out of memory: the call is made, and in the right context, which Python sees to."""
+
+    def fail(*_: object) -> None:
+        raise MemoryError("injected")
+
+    agent, address = host.agent(), cuda.alloc(1)
+    calls: dict[str, Callable[[], object]] = {
+        "__init__": lambda: host.module.nixl_agent("another"),
+        "create_backend": lambda: agent.create_backend("X"),
+        "register_memory": lambda: agent.register_memory([(address, MIB, 3, "")], "VRAM"),  # with a wrong device id
+        "transfer": lambda: agent.transfer(agent.initialize_xfer("WRITE", one(address), None, "peer")),
+        "deregister_memory": lambda: agent.deregister_memory(one(address)),
+    }
+    cuda.make_current(0)
+    before = state(cuda)
+    monkeypatch.setattr(native, name, fail)
+    for method, call in calls.items():
+        try:
+            call()
+        except CtxfixError:
+            assert strict
+        assert state(cuda) == before
+        if not strict:
+            making = method in ("__init__", "create_backend")
+            assert host.context_of(method) == cuda.contexts[0 if making else 1]
+    assert strict or host.counted_since("hook_failures") > 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_logging_set_up_that_fails(host: Nixl, cuda: FakeCuda, method: str, monkeypatch) -> None:
+    """A filter or a handler of the application that raises is no reason to lose NIXL's answer."""
+
+    def broken(_: logging.LogRecord) -> bool:
+        raise ZeroDivisionError
+
+    address, agent = cuda.alloc(1), host.agent()
+    handle = agent.initialize_xfer("WRITE", one(address), None, "peer")
+    monkeypatch.setattr(guard.logger, "filters", [broken])
+    cuda.fail("cuCtxSetCurrent", 999)
+    cuda.fail("cuPointerGetAttribute", 999)
+    METHODS[method](agent, address, handle)
+    cuda.heal()
+    assert host.seen[-1][0] == method and trouble() > 0
+
+
+def test_an_error_that_cannot_be_printed(host: Nixl, cuda: FakeCuda, monkeypatch) -> None:
+    class Silent(Exception):
+        def __str__(self) -> str:
+            raise ValueError
+
+    agent = host.agent()
+    monkeypatch.setattr(nixl, "_context_of_agent", lambda _: (_ for _ in ()).throw(Silent()))
+    assert agent.get_new_notifs() == {} and host.counted_since("hook_failures") == 1
+
+
+# ---- no memory -------------------------------------------------------------------------------------------------------
+
+try:
+    import _testcapi
+except ImportError:
+    _testcapi = None
+
+
+@pytest.mark.skipif(_testcapi is None, reason="this Python has no _testcapi, which makes its allocations fail")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # where Python itself closes a generator
+@pytest.mark.parametrize("method", METHODS)
+def test_no_memory_at_any_allocation_of_pythons(host: Nixl, cuda: FakeCuda, method: str) -> None:
+    """NIXL's answer, or a MemoryError as without us; in any case the caller's own context."""
+    address, agent = cuda.alloc(1), host.agent()
+    agent.register_memory([(address, MIB, 1, "")], "VRAM")
+    healthy = METHODS[method](agent, address, agent.initialize_xfer("WRITE", one(address), None, "peer"))
+    cuda.make_current(0)
+    before = state(cuda)
+    call, answers = METHODS[method], 0
+    for nth in range(120):
+        handle = agent.initialize_xfer("WRITE", one(address), None, "peer")
+        _testcapi.set_nomemory(nth, nth + 1)
+        try:
+            result = call(agent, address, handle)
+        except MemoryError:
+            result = None
+        finally:
+            _testcapi.remove_mem_hooks()
+        assert state(cuda) == before, f"at allocation {nth}"
+        if result is not None:
+            assert alike(result, healthy)
+            answers += 1
+        host.seen.clear()
+    assert answers > 0 or healthy is None
+
+
+# ---- fork ------------------------------------------------------------------------------------------------------------
+
+
+def in_child(work: Callable[[], bool]) -> None:
+    """Fork here; in the child ``work`` must be true within 20 seconds."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            signal.alarm(20)
+            code = 0 if work() else 1
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+@pytest.mark.parametrize("caller", [None, 0], ids=["no context", "another context"])
+@pytest.mark.parametrize("method", [*METHODS, "create_backend"])
+@either_mode
+def test_fork_within_a_hook(
+    host: Nixl, cuda: FakeCuda, strict: bool, method: str, caller: int | None, monkeypatch
+) -> None:
+    """The child comes back out of the hook with NIXL's answer, and has touched no CUDA."""
+    address, agent = cuda.alloc(1), host.agent()
+    agent.register_memory([(address, MIB, 1, "")], "VRAM")
+    handle = agent.initialize_xfer("WRITE", one(address), None, "peer")
+    calls = {**METHODS, "create_backend": lambda *_: agent.create_backend("X")}
+    healthy = calls[method](agent, address, handle)
+    handle._released = False
+    cuda.make_current(caller)
+    before, parent, child = state(cuda), os.getpid(), []
+    host.on(method, lambda: child.append(os.fork()))
+    ask = cuda.current
+    try:
+        result = calls[method](agent, address, handle)
+        if os.getpid() != parent:
+            signal.alarm(20)
+            calls_of_cuda = cuda.calls()
+            monkeypatch.setattr(cuda, "current", lambda: 0)  # the stand-in asks for the context itself
+            host.on(method, lambda: None)
+            fine = alike(result, healthy) and counters.snapshot()["hook_failures"] == 0
+            fine = fine and agent.transfer(handle) == "PROC" and len(registry) == 0
+            agent.register_memory([(address, MIB, 1, "")], "VRAM")
+            os._exit(0 if fine and cuda.calls() == calls_of_cuda else 1)
+    finally:
+        if os.getpid() != parent:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child[0], 0)[1]) == 0
+    assert alike(result, healthy) and state(cuda) == before and cuda.current == ask
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_fork_while_other_threads_hold_every_lock_of_ours(host: Nixl, cuda: FakeCuda) -> None:
+    address, agent = cuda.alloc(1), host.agent()
+    agent.register_memory([(address, MIB, 1, "")], "VRAM")
+    handle = agent.initialize_xfer("WRITE", one(address), None, "peer")
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with nixl._one_at_a_time(agent), registry._lock, threads._lock:
+            held.set()
+            done.wait(60)
+
+    def works() -> bool:
+        cuda.current = lambda: 0  # type: ignore[method-assign]
+        agent.register_memory([(address, MIB, 1, "")], "VRAM")
+        agent.deregister_memory(one(address))
+        answer = agent.transfer(handle)
+        threads.apply()
+        threads.remove()
+        thread = threading.Thread(target=agent.get_new_notifs)
+        thread.start()
+        thread.join(10)
+        return answer == "PROC" and registry.find(address) is None and not thread.is_alive()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    try:
+        assert held.wait(20)
+        in_child(works)
+    finally:
+        done.set()
+        holder.join(20)
+
+
+# ---- finalizers ------------------------------------------------------------------------------------------------------
+
+
+def test_the_garbage_collector_deregisters_within_a_change_of_the_registry(host: Nixl, cuda: FakeCuda) -> None:
+    """An object of the application whose __del__ gives its memory back, collected where the registry is at work."""
+    agent, address = host.agent(), cuda.alloc(1)
+
+    class Buffer:
+        def __init__(self, start: int) -> None:
+            self.start, self.cycle = start, self
+            agent.register_memory([(start, 64, 1, "")], "VRAM")
+
+        def __del__(self) -> None:
+            agent.deregister_memory(DList(VRAM, [(self.start, 64, 1)]))
+
+    class Collecting(list):  # type: ignore[type-arg]
+        def insert(self, *args: Any) -> None:
+            gc.collect()
+            super().insert(*args)
+
+    Buffer(address + 4096)
+    assert len(registry) == 1
+    registry._ends = Collecting(registry._ends)
+    agent.register_memory([(address, 64, 1, "")], "VRAM")
+    assert len(registry) == 1 and registry.find(address) is not None and registry.find(address + 4096) is None
+
+
+# ---- the end of a process --------------------------------------------------------------------------------------------
+
+SHUTDOWN = """
+    import atexit, gc, sys, threading
+    from fake_cuda import FakeCuda
+    from fake_nixl import DList, Nixl, VRAM, one
+    from pathlib import Path
+    cuda = FakeCuda(Path(sys.argv[1]))
+    from ctxfix import driver, threads
+    from ctxfix.patches import nixl
+    assert driver.attach()
+    host = Nixl(cuda)
+    nixl.apply(host.module)
+    threads.apply()
+    agent, address = host.agent(), cuda.alloc(1)
+    agent.register_memory([(address, 1 << 20, 1, "")], "VRAM")
+    begun = threading.Barrier(5)
+
+    def post():
+        handle = agent.initialize_xfer("WRITE", one(address), None, "peer")
+        cuda.make_current(0)
+        begun.wait()
+        while True:
+            agent.transfer(handle)
+            agent.check_xfer_state(handle)
+            agent.deregister_memory(agent.register_memory([(address + 4096, 64, 1, "")], "VRAM"))
+            host.seen.clear()
+
+    for _ in range(4):
+        threading.Thread(target=post, daemon=True).start()
+    begun.wait()
+    kept = agent.initialize_xfer("WRITE", one(address), None, "peer")  # dies with the module
+    cycle = [agent]; cycle.append(cycle)
+    atexit.register(lambda: print(agent.transfer(kept)))
+    {end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code"), [("", 0), ("sys.exit(3)", 3), ("raise KeyboardInterrupt", -2)], ids=["end", "exit", "interrupt"]
+)
+def test_the_interpreter_ends_while_daemon_threads_post(fake_driver: FakeCuda, end: str, code: int) -> None:
+    from rig import Rig
+
+    library = Rig.driver_only().libraries / "libcuda.so.1"
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(SHUTDOWN).format(end=end), str(library)],
+        env=clean_environment(PYTHONPATH=str(Path(__file__).parent)),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    told = done.stderr.replace("\n", " ").strip()
+    assert done.returncode in (code, 130 if code == -2 else code), done.stderr
+    assert done.stdout == "PROC\n" and (not told or (code == -2 and told.endswith("KeyboardInterrupt"))), done.stderr

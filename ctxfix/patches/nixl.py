@@ -242,7 +242,8 @@ def _watch(agent: Any) -> int:
 
 
 def _one_at_a_time(agent: Any) -> threading.RLock:
-    return _registering.setdefault(id(agent), threading.RLock())
+    lock = _registering.get(id(agent))
+    return lock if lock is not None else _registering.setdefault(id(agent), threading.RLock())
 
 
 def _note_registration(agent: Any, descs: Any) -> None:
