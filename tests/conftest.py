@@ -114,6 +114,7 @@ def host(cuda: FakeCuda) -> Iterator[Nixl]:
     from ctxfix.patches import nixl
 
     nixl._nixl_switches = False
+    nixl._watched.clear()
     host = Nixl(cuda)
     nixl.apply(host.module)
     yield host

@@ -376,30 +376,25 @@ class Moments:
     """Python looks for signals when a function begins, and when one of C returns: such moments in our code, all where a
     function of ours begins and where the driver has answered.
 
-    ``strike(n, work)`` sends a signal at the n-th of them; whether it came so far. (Python 3.10 looks, beyond these,
+    ``strike(n, work)`` calls ``blow`` at the n-th of them; whether it came so far. (Python 3.10 looks, beyond these,
     when a call of a Python function returns: between `enter` and the caller's `try`, where nothing can be done.)
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, handler: Callable[..., object]) -> None:
-        self._left = -1
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, blow: Callable[[], object]) -> None:
+        self._left, self._blow = -1, blow
         self.struck = False
         monkeypatch.setattr(driver, "_api", _Ticking(driver._api, self._tick))
         for name in ("_cuCtxGetCurrent", "_cuCtxSetCurrent", "_cuCtxGetId", "_cuPointerGetAttribute"):
             monkeypatch.setattr(driver, name, _ticking(getattr(driver, name), self._tick))
         for name in ("_rebinds", "_restores"):
             monkeypatch.setattr(affinity, name, iter(_ticking(getattr(affinity, name).__next__, self._tick), None))
-        self._before = signal.signal(signal.SIGUSR1, handler)
-
-    def close(self) -> None:
-        sys.settrace(None)
-        signal.signal(signal.SIGUSR1, self._before)
 
     def _tick(self) -> None:
         if self._left == 0:
             sys.settrace(None)
             self._left = -1
             self.struck = True
-            signal.raise_signal(signal.SIGUSR1)
+            self._blow()
         self._left -= 1
 
     def _look(self, frame: types.FrameType, event: str, _: object) -> Any:
@@ -445,12 +440,13 @@ class _Ticking:
 
 @contextmanager
 def moments(monkeypatch: pytest.MonkeyPatch, handler: Callable[..., object]) -> Iterator[Moments]:
-    with monkeypatch.context() as patched:
-        made = Moments(patched, handler)
-        try:
-            yield made
-        finally:
-            made.close()
+    """Moments for a signal that ``handler`` handles."""
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with monkeypatch.context() as patched:
+            yield Moments(patched, lambda: signal.raise_signal(signal.SIGUSR1))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, TimeoutError, Limit, RuntimeError])
@@ -689,38 +685,38 @@ def test_an_error_that_cannot_be_printed(host: Nixl, cuda: FakeCuda, monkeypatch
 
 # ---- no memory -------------------------------------------------------------------------------------------------------
 
-try:
-    import _testcapi
-except ImportError:
-    _testcapi = None
 
+@pytest.mark.parametrize("kind", [MemoryError, RecursionError])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_no_memory_at_every_moment(
+    host: Nixl, cuda: FakeCuda, python_threads: None, hook: str, kind: type[Exception], monkeypatch
+) -> None:
+    """The host's answer, and a count; or the error, as it may come to any code. In any case the caller's context."""
+    tried = Hook(hook, host, cuda)
+    tried.prepare()
+    healthy = tried.call()
 
-@pytest.mark.skipif(_testcapi is None, reason="this Python has no _testcapi, which makes its allocations fail")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # where Python itself closes a generator
-@pytest.mark.parametrize("method", METHODS)
-def test_no_memory_at_any_allocation_of_pythons(host: Nixl, cuda: FakeCuda, method: str) -> None:
-    """NIXL's answer, or a MemoryError as without us; in any case the caller's own context."""
-    address, agent = cuda.alloc(1), host.agent()
-    agent.register_memory([(address, MIB, 1, "")], "VRAM")
-    healthy = METHODS[method](agent, address, agent.initialize_xfer("WRITE", one(address), None, "peer"))
-    cuda.make_current(0)
-    before = state(cuda)
-    call, answers = METHODS[method], 0
-    for nth in range(120):
-        handle = agent.initialize_xfer("WRITE", one(address), None, "peer")
-        _testcapi.set_nomemory(nth, nth + 1)
-        try:
-            result = call(agent, address, handle)
-        except MemoryError:
-            result = None
-        finally:
-            _testcapi.remove_mem_hooks()
-        assert state(cuda) == before, f"at allocation {nth}"
-        if result is not None:
-            assert alike(result, healthy)
-            answers += 1
-        host.seen.clear()
-    assert answers > 0 or healthy is None
+    def blow() -> None:
+        raise kind
+
+    answers = 0
+    with monkeypatch.context() as patched:
+        at = Moments(patched, blow)
+        for moment in itertools.count():
+            tried.prepare()
+            cuda.make_current(0)
+            before, failures = state(cuda), counters.snapshot()["hook_failures"]
+            result: list[object] = []
+            try:
+                if not at.strike(moment, lambda result=result: result.append(tried.call())):
+                    break
+            except kind:
+                pass
+            assert state(cuda) == before, f"at moment {moment}"
+            if result:
+                answers += 1
+                assert alike(result[0], healthy) and counters.snapshot()["hook_failures"] > failures
+    assert answers > 0 or hook in ("__init__", "create_backend")
 
 
 # ---- fork ------------------------------------------------------------------------------------------------------------
