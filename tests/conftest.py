@@ -119,3 +119,13 @@ def host(cuda: FakeCuda) -> Iterator[Nixl]:
     nixl.apply(host.module)
     yield host
     nixl.remove()
+
+
+@pytest.fixture(scope="session")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with what the C extension is tested against, see native_stub."""
+    import native_stub
+
+    folder = tmp_path_factory.mktemp("native")
+    native_stub.build(folder)
+    return folder
