@@ -137,7 +137,7 @@ def owner_at(address: int) -> Owner | None:
 def bound(obj: Any) -> Iterator[int]:
     """Run a ``with`` block in the context of the owner of ``obj``: a CUDA tensor, a NIXL descriptor, or an address.
 
-    Yields the context. The caller's context is back afterwards.
+    Yields the context. The caller's context is back afterwards, whatever the block did to it.
 
     Raises:
         UnknownOwnerError: ``obj`` is no GPU memory of this process.
@@ -151,12 +151,16 @@ def bound(obj: Any) -> Iterator[int]:
             f"{address:#x} is no GPU memory of this process{_because()}: pass a CUDA tensor, or an address in memory "
             "that is still allocated"
         )
-    token = enter(owner.context)
+    before = driver.current()
     try:
+        enter(owner.context)
         yield owner.context
     finally:
-        if token is not None:
-            leave(token)
+        try:
+            leave(before)
+        except BaseException:  # a signal, before it had begun: it comes once
+            leave(before)
+            raise
 
 
 def _because() -> str:

@@ -8,10 +8,16 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 from environments import ROOT, Interpreter, make_venv, pip
 from fake_cuda import FakeCuda
 from fake_nixl import Nixl
+
+# The same examples each time; python -m pytest --hypothesis-profile=long looks harder.
+hypothesis.settings.register_profile("same", derandomize=True, deadline=None, print_blob=True)
+hypothesis.settings.register_profile("long", max_examples=20_000, stateful_step_count=100, deadline=None)
+hypothesis.settings.load_profile("same")
 
 
 @pytest.fixture(scope="session")
