@@ -5,13 +5,14 @@
 # make test-hosts   real Ray and vLLM, and engines with native threads, on the rig: 4 GB in .rig/
 # make test-gpu   the tests that need two GPUs: integration/gpu/test_gpu.py says what else
 # make lint   ruff, strict types
+# make docs   the documentation as a site, in build/site/: warnings are errors, nothing is fetched by its pages
 # Everything is set up in $(VENV) and .rig/ on first use. Another interpreter: make test PYTHON=python3.12 VENV=.venv-3.12
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-sglang test-hosts test-gpu lint bench clean
+.PHONY: demo test test-sglang test-hosts test-gpu lint docs bench clean
 
 $(VENV)/ready: pyproject.toml integration/prerequisites.sh $(wildcard hatch_build.py ctxfix/native/*.c)
 	@sh integration/prerequisites.sh $(PYTHON)
@@ -42,6 +43,13 @@ lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+$(VENV)/docs-ready: $(VENV)/ready
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	@touch $@
+
+docs: $(VENV)/docs-ready
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -n -c docs -d build/doctrees . build/site
 
 bench: $(VENV)/ready
 	$(BIN)/python benchmarks/post.py

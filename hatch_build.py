@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds ctxfix's C extension with the system's compiler if there is one; without it the package is pure Python.
 
-BUILD_CTXFIX_NATIVE=off leaves the extension out, BUILD_CTXFIX_NATIVE=require makes a failure an error.
+BUILD_CTXFIX_NATIVE=off leaves the extension out, BUILD_CTXFIX_NATIVE=require makes a failure an error. The same sources
+and tools give the same bytes, wherever and whenever they are built. A list of what is in the wheel (SBOM) goes with it.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import platform
 import shlex
@@ -18,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from packaging.requirements import Requirement
 
 SOURCES = ("_native.c", "driver.c", "fabric.c", "log.c", "slots.c", "threads.c")
 
@@ -30,10 +34,11 @@ FLAGS = [
     "-Wall",
     "-fvisibility=hidden",
     "-fstack-protector-strong",
+    "-fstack-clash-protection",
     "-U_FORTIFY_SOURCE",
-    "-D_FORTIFY_SOURCE=2",
+    "-D_FORTIFY_SOURCE=3",  # a libc or compiler that knows only 2 takes it as 2
     # nodelete: hooked slots and running threads may point here for the life of the process.
-    "-Wl,-z,relro,-z,now,-z,noexecstack,-z,nodelete",
+    "-Wl,-z,relro,-z,now,-z,noexecstack,-z,nodelete,-z,text",
 ]
 
 ARCHITECTURE_FLAGS = {"x86_64": ["-fcf-protection=full"], "aarch64": ["-mbranch-protection=standard"]}
@@ -67,6 +72,7 @@ def build(folder: Path, target: Path) -> str | None:
         *cc,
         *FLAGS,
         *ARCHITECTURE_FLAGS.get(platform.machine(), []),
+        f"-ffile-prefix-map={folder.parents[1]}=.",  # where CFLAGS ask for -g
         f"-I{sysconfig.get_paths()['include']}",
         *shlex.split(os.environ.get("CFLAGS", "")),
         *(str(folder / source) for source in SOURCES),
@@ -85,25 +91,91 @@ def build(folder: Path, target: Path) -> str | None:
     return None
 
 
+def sbom(core: Any, sources: Path | None) -> str:
+    """What the wheel consists of and needs, as CycloneDX JSON, from the project's own metadata (hatchling's ``core``).
+
+    ``sources``: the folder of what the extension was compiled from, if it was.
+    """
+    name = f"pkg:pypi/{core.name}@{core.version}"
+    files = [
+        {
+            "type": "file",
+            "name": f"ctxfix/native/{path.name}",
+            "hashes": [{"alg": "SHA-256", "content": hashlib.sha256(path.read_bytes()).hexdigest()}],
+        }
+        for path in sorted(sources.glob("*.[ch]") if sources is not None else ())
+    ]
+    needed = [(Requirement(text), "required") for text in core.dependencies]
+    for extra, texts in core.optional_dependencies.items():
+        if extra not in ("dev", "docs"):  # tools, which nothing in the wheel uses
+            needed += [(Requirement(text), "optional") for text in texts]
+    components: dict[str, dict[str, Any]] = {}
+    for requirement, scope in needed:
+        purl = f"pkg:pypi/{requirement.name}"
+        components.setdefault(
+            purl,
+            {
+                "type": "library",
+                "bom-ref": purl,
+                "name": requirement.name,
+                "scope": scope,
+                "purl": purl,
+                "properties": [{"name": "requirement", "value": str(requirement)}],
+            },
+        )
+    required = sorted(purl for purl, component in components.items() if component["scope"] == "required")
+    document = {
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "version": 1,
+        "metadata": {
+            "component": {
+                "type": "library",
+                "bom-ref": name,
+                "name": core.name,
+                "version": core.version,
+                "licenses": [{"expression": core.license_expression}],
+                "purl": name,
+                "components": files,
+            }
+        },
+        "components": [components[purl] for purl in sorted(components)],
+        "dependencies": [{"ref": name, "dependsOn": required}],
+    }
+    return json.dumps(document, indent=2) + "\n"
+
+
 class NativeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
-    """Puts the extension into wheels and editable installs."""
+    """Puts the extension into wheels and editable installs, and the list of contents into wheels."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile, and tell hatchling about the file and the wheel's tag."""
+        """Compile, and tell hatchling about the files and the wheel's tag."""
         if self.target_name != "wheel":
             return
+        self._scratch = tempfile.TemporaryDirectory(prefix="ctxfix-")  # goes with the process where a build fails
+        sources = Path(self.root) / "ctxfix" / "native"
+        compiled = self._compile(version, sources, build_data)
+        listed = Path(self._scratch.name, "ctxfix.cdx.json")
+        listed.write_text(sbom(self.metadata.core, sources if compiled else None))
+        build_data["sbom_files"].append(str(listed))
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        """Leave nothing behind."""
+        if self.target_name == "wheel":
+            self._scratch.cleanup()
+
+    def _compile(self, version: str, sources: Path, build_data: dict[str, Any]) -> bool:
         wanted = os.environ.get("BUILD_CTXFIX_NATIVE", "auto")
-        folder = Path(self.root) / "ctxfix" / "native"
         # An editable install needs the file in the tree; a wheel leaves the tree, which others may be using, alone.
-        built = (folder if version == "editable" else Path(tempfile.mkdtemp(prefix="ctxfix-"))) / file_name()
+        built = (sources if version == "editable" else Path(self._scratch.name)) / file_name()
         if version == "editable":
             built.unlink(missing_ok=True)
-        problem = "switched off by BUILD_CTXFIX_NATIVE" if wanted == "off" else build(folder, built)
+        problem = "switched off by BUILD_CTXFIX_NATIVE" if wanted == "off" else build(sources, built)
         if problem:
             if wanted == "require":
                 raise RuntimeError(f"ctxfix: the C extension was not built: {problem}")
             self.app.display_warning(f"ctxfix: installed without its C extension: {problem}")
-            return
+            return False
         build_data["pure_python"] = False
         if abi3():
             system = sysconfig.get_platform().replace("-", "_").replace(".", "_")
@@ -114,3 +186,4 @@ class NativeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             build_data["artifacts"].append(f"ctxfix/native/{file_name()}")
         else:
             build_data["force_include"][str(built)] = f"ctxfix/native/{file_name()}"
+        return True

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     )
     from ctxfix.affinity import bound
     from ctxfix.counters import snapshot as stats
-    from ctxfix.errors import CtxfixError, DriverError, PatchError, SettingsError, UnknownOwnerError
+    from ctxfix.errors import CtxfixError, DriverError, PatchError, UnknownOwnerError
     from ctxfix.native.agents import native_threads
 
 __version__ = "0.1.0"
@@ -40,7 +40,6 @@ __all__ = [
     "CtxfixError",
     "DriverError",
     "PatchError",
-    "SettingsError",
     "UnknownOwnerError",
     "activate",
     "bound",
@@ -64,7 +63,6 @@ _HOMES = {
     "CtxfixError": ("ctxfix.errors", "CtxfixError"),
     "DriverError": ("ctxfix.errors", "DriverError"),
     "PatchError": ("ctxfix.errors", "PatchError"),
-    "SettingsError": ("ctxfix.errors", "SettingsError"),
     "UnknownOwnerError": ("ctxfix.errors", "UnknownOwnerError"),
     "activate": ("ctxfix.activation", "activate"),
     "bound": ("ctxfix.affinity", "bound"),

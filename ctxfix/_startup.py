@@ -55,7 +55,7 @@ def off_reason() -> str:
         return ""
     if word in YES:
         return f"CTXFIX_DISABLE={value}"
-    return f"CTXFIX_DISABLE={value!r} means nothing (use 1 or 0); taken as off"
+    return f"CTXFIX_DISABLE={value!r} is neither 0 nor 1: taken as 1"  # as in ctxfix.settings
 
 
 def strict() -> bool:

@@ -22,7 +22,16 @@ PLUGIN_GROUP, PLUGIN = "sglang.srt.plugins", "ctxfix"  # SGLang's plugin group, 
 
 
 def status() -> dict[str, Any]:
-    """Tell all about ctxfix in this process, as plain data whose keys stay from release to release."""
+    """Tell what is on, off or pending in this process, and why, as plain data whose keys stay from release to release.
+
+    Imports no host and no CUDA. Never raises for what is missing: it says so.
+
+    Returns:
+        ``version``, ``location``, ``python``; ``active`` (bool) and ``reason``; ``start_files`` and ``started_by``;
+        ``targets``: by module of a host its ``version``, ``state`` and ``reason``; ``sglang_plugin``, ``threads``,
+        ``native``: state and reason of each; ``libraries``: versions; ``settings``, with ``problems``; ``counters`` as
+        :func:`ctxfix.stats` gives them; ``failures``: the first of each place.
+    """
     import ctxfix
 
     return {
@@ -41,7 +50,7 @@ def status() -> dict[str, Any]:
         "sglang_plugin": _sglang_plugin(),
         "threads": _threads(),
         "native": _native(),
-        "libraries": {name: _version(name) for name in ("cuda-python", "cuda-bindings", "wrapt")},
+        "libraries": {name: version_of(name) for name in ("cuda-python", "cuda-bindings", "wrapt")},
         "settings": _settings(),
         "counters": _counters(),
         "failures": dict(_startup.failures),
@@ -83,7 +92,7 @@ def _start_files() -> list[dict[str, Any]]:
 def _target(name: str) -> dict[str, Any]:
     """State of one target: not installed, pending, imported (but not patched), patched or failed."""
     package = name.partition(".")[0]
-    version = _version(package.replace("_", "-"))
+    version = version_of(package.replace("_", "-"))
     outcome = _startup.outcomes.get(name, "")
     state, _, reason = outcome.partition(": ")
     if outcome:
@@ -126,7 +135,7 @@ def _has_module(folders: list[str], name: str) -> bool:
 
 def _sglang_plugin() -> dict[str, str]:
     """Whether SGLang itself loads ctxfix, through its plugin group."""
-    version, folders = _version("sglang"), _folders("sglang")
+    version, folders = version_of("sglang"), _folders("sglang")
     if not folders:
         return {"state": "not installed", "reason": ""}
     if not _has_module(folders, PLUGIN_GROUP):
@@ -143,7 +152,8 @@ def _sglang_plugin() -> dict[str, str]:
     return {"state": "on", "reason": f"SGLang {version} loads ctxfix in each of its processes"}
 
 
-def _version(distribution: str) -> str | None:
+def version_of(distribution: str) -> str | None:
+    """The version of an installed distribution, or None. Imports nothing of it."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

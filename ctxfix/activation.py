@@ -20,8 +20,13 @@ _VLLM = "ctxfix.patches.vllm"
 def activate() -> bool:
     """Switch everything on, also what would wait for a host: patches, and the hook of Python threads.
 
-    Idempotent; undoes ``deactivate()`` and ``unpatch_*()``, and tries again what failed. Whether ctxfix is on
-    now: CTXFIX_DISABLE wins. In strict mode raises PatchError if an imported host cannot be patched.
+    Idempotent; undoes ``deactivate()`` and ``unpatch_*()``, and tries again what failed.
+
+    Returns:
+        Whether ctxfix is on now; CTXFIX_DISABLE wins.
+
+    Raises:
+        PatchError: in strict mode only, if an imported host cannot be patched.
     """
     if _startup.off_reason():
         return False
@@ -36,10 +41,12 @@ def activate() -> bool:
 
 
 def deactivate() -> None:
-    """Take the import finder, the thread hook and every patch away. Idempotent.
+    """Take the import finder, the thread hook, every patch and the hooks of the C extension away. Idempotent.
 
-    Raises PatchError, when all else is undone, if something was wrapped on top of a patch of ours by somebody
-    else.
+    Threads that are bound already stay so.
+
+    Raises:
+        PatchError: somebody wrapped a patch of ours; that one stays, all else is undone.
     """
     _startup.uninstall()
     problems = []
@@ -51,6 +58,9 @@ def deactivate() -> None:
             module.remove()
         except PatchError as error:
             problems.append(str(error))
+    native = sys.modules.get("ctxfix.native")
+    if native is not None and native.available():
+        native.remove()
     if problems:
         raise PatchError("ctxfix is not wholly off. " + " ".join(problems))
 
@@ -58,8 +68,11 @@ def deactivate() -> None:
 def patch_nixl() -> dict[str, str]:
     """Patch NIXL wherever it is imported, now or later. Idempotent.
 
-    Returns for each of NIXL's modules "patched", "pending" (not imported yet), "failed: …" or "off: …".
-    In strict mode raises PatchError.
+    Returns:
+        For each of NIXL's modules ``patched``, ``pending`` (not imported yet), ``failed: …`` or ``off: …``.
+
+    Raises:
+        PatchError: in strict mode only, if a module that is imported cannot be patched.
     """
     return _patch(_NIXL)
 
@@ -67,7 +80,13 @@ def patch_nixl() -> dict[str, str]:
 def unpatch_nixl() -> dict[str, str]:
     """Take NIXL's patches off and leave later imports of it alone. Idempotent.
 
-    Returns for each of NIXL's modules "not patched". Raises PatchError if somebody wrapped NIXL after us.
+    The C extension keeps binding libfabric's calls and NIXL's threads: :func:`deactivate` takes it off, too.
+
+    Returns:
+        For each of NIXL's modules ``not patched``.
+
+    Raises:
+        PatchError: somebody wrapped a method after us; it stays, all others are undone.
     """
     return _unpatch(_NIXL)
 
@@ -75,7 +94,7 @@ def unpatch_nixl() -> dict[str, str]:
 def patch_sglang() -> dict[str, str]:
     """Patch SGLang's KV managers wherever they are imported, now or later. Idempotent.
 
-    NIXL's hooks are apart: ``patch_nixl()``. Returns and raises as ``patch_nixl()`` does, for SGLang's modules.
+    NIXL's hooks are apart: :func:`patch_nixl`. Returns and raises as :func:`patch_nixl` does, for SGLang's modules.
     """
     return _patch(_SGLANG)
 
@@ -83,7 +102,7 @@ def patch_sglang() -> dict[str, str]:
 def unpatch_sglang() -> dict[str, str]:
     """Take the patches of SGLang's KV managers off and leave later imports alone. Idempotent.
 
-    Threads that run already stay bound. Returns and raises as ``unpatch_nixl()`` does, for SGLang's modules.
+    Threads that run already stay bound. Returns and raises as :func:`unpatch_nixl` does, for SGLang's modules.
     """
     return _unpatch(_SGLANG)
 
@@ -91,7 +110,7 @@ def unpatch_sglang() -> dict[str, str]:
 def patch_ray() -> dict[str, str]:
     """Have Ray's actors receive tensors on their own GPU, wherever Ray is imported, now or later. Idempotent.
 
-    NIXL's hooks are apart: ``patch_nixl()``. Returns and raises as ``patch_nixl()`` does, for Ray's modules.
+    NIXL's hooks are apart: :func:`patch_nixl`. Returns and raises as :func:`patch_nixl` does, for Ray's modules.
     """
     return _patch(_RAY)
 
@@ -99,7 +118,7 @@ def patch_ray() -> dict[str, str]:
 def unpatch_ray() -> dict[str, str]:
     """Take Ray's patches off and leave later imports alone. Idempotent.
 
-    Threads that are bound already stay so. Returns and raises as ``unpatch_nixl()`` does, for Ray's modules.
+    Threads that are bound already stay so. Returns and raises as :func:`unpatch_nixl` does, for Ray's modules.
     """
     return _unpatch(_RAY)
 
@@ -107,7 +126,7 @@ def unpatch_ray() -> dict[str, str]:
 def patch_vllm() -> dict[str, str]:
     """Patch vLLM's NIXL connector and sharded weight transfer wherever they are imported, now or later. Idempotent.
 
-    NIXL's hooks and Ray's are apart. Returns and raises as ``patch_nixl()`` does, for vLLM's modules.
+    NIXL's hooks and Ray's are apart. Returns and raises as :func:`patch_nixl` does, for vLLM's modules.
     """
     return _patch(_VLLM)
 
@@ -115,7 +134,7 @@ def patch_vllm() -> dict[str, str]:
 def unpatch_vllm() -> dict[str, str]:
     """Take vLLM's patches off and leave later imports alone. Idempotent.
 
-    Threads that run already stay bound. Returns and raises as ``unpatch_nixl()`` does, for vLLM's modules.
+    Threads that run already stay bound. Returns and raises as :func:`unpatch_nixl` does, for vLLM's modules.
     """
     return _unpatch(_VLLM)
 
@@ -123,9 +142,18 @@ def unpatch_vllm() -> dict[str, str]:
 def patch_host(name: str, *hooks: "Hook") -> dict[str, str]:
     """Have the methods of a host that ctxfix does not know run in the context of their memory. Idempotent.
 
-    ``hooks`` is a table of ``ctxfix.patches.host.Hook``, whose module tells how to fill it in. Call it in every
-    process, most simply in your package's ``__init__``. Returns and raises as ``patch_nixl()`` does, for the modules of
-    ``hooks``; also raises PatchError if ``name`` has other hooks already, or a module is hooked by another host.
+    Call it in every process, most simply in your package's ``__init__``.
+
+    Args:
+        name: the host's, for messages and for :func:`unpatch_host`.
+        hooks: a row for each method.
+
+    Returns:
+        For each module of ``hooks`` what :func:`patch_nixl` returns for NIXL's.
+
+    Raises:
+        PatchError: ``name`` has other hooks already, there are none, or a module is hooked by another host; in strict
+            mode also if a method is not where it should be.
     """
     reason = _startup.off_reason()
     if reason:
@@ -137,7 +165,11 @@ def patch_host(name: str, *hooks: "Hook") -> dict[str, str]:
 def unpatch_host(name: str) -> dict[str, str]:
     """Take the hooks of ``patch_host(name, …)`` off and forget them. Idempotent.
 
-    Returns for each of its modules "not patched". Raises PatchError if somebody wrapped a method after us.
+    Returns:
+        For each of its modules ``not patched``.
+
+    Raises:
+        PatchError: somebody wrapped a method after us; it stays, all others are undone.
     """
     custom = sys.modules.get("ctxfix.patches.custom")
     return dict.fromkeys(custom.discard(name) if custom is not None else (), "not patched")

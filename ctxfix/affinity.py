@@ -135,9 +135,15 @@ def owner_at(address: int) -> Owner | None:
 
 @contextmanager
 def bound(obj: Any) -> Iterator[int]:
-    """Run a ``with`` block in the context of the owner of ``obj``: a CUDA tensor, a NIXL descriptor, or an address.
+    """Run a ``with`` block in the context of the owner of ``obj``.
 
-    Yields the context. The caller's context is back afterwards, whatever the block did to it.
+    The caller's context is back afterwards, whatever the block did to it. No context is made.
+
+    Args:
+        obj: a CUDA tensor, a descriptor ``(address, length, …)`` or an address.
+
+    Yields:
+        The context, a ``CUcontext`` as an integer.
 
     Raises:
         UnknownOwnerError: ``obj`` is no GPU memory of this process.
@@ -147,9 +153,10 @@ def bound(obj: Any) -> Iterator[int]:
     address = address_of(obj)
     owner = owner_at(address)
     if owner is None:
+        why = driver.why_unknown(address)
         raise UnknownOwnerError(
-            f"{address:#x} is no GPU memory of this process{_because()}: pass a CUDA tensor, or an address in memory "
-            "that is still allocated"
+            f"{address:#x} is no GPU memory of this process, as far as can be told ({why}): pass a CUDA tensor, or an "
+            "address in memory that is still allocated"
         )
     before = driver.current()
     try:
@@ -161,9 +168,3 @@ def bound(obj: Any) -> Iterator[int]:
         except BaseException:  # a signal, before it had begun: it comes once
             leave(before)
             raise
-
-
-def _because() -> str:
-    if driver.attached():
-        return ""
-    return f" ({driver.problem() or 'CUDA is not loaded in it'})"

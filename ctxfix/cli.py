@@ -144,6 +144,9 @@ def _run(options: argparse.Namespace) -> int:
     command = options.cmd[1:] if options.cmd[:1] == ["--"] else options.cmd
     if not command:
         options.parser.error("no command given; write it after --")
+    if os.pathsep in BOOTSTRAP:
+        print(f"ctxfix run: {BOOTSTRAP}: PYTHONPATH cannot hold a path with {os.pathsep!r} in it", file=sys.stderr)
+        return EXIT_COULD_NOT_RUN
     environment = run_environment(os.environ, options.record, options.strict)
     off = _startup.off_reason()
     if off:
@@ -165,7 +168,11 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _declare_doctor(commands: "Commands") -> None:
-    parser = commands.add_parser("doctor", help="name what in this machine decides the path of transfers")
+    parser = commands.add_parser(
+        "doctor",
+        help="name what in this machine decides the path of transfers",
+        description="Looks, and changes nothing. Exit code: 1 if something is bad, else 0.",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object with stable keys")
     parser.set_defaults(carry_out=_doctor)
 
@@ -241,7 +248,7 @@ def _report(options: argparse.Namespace) -> int:
         judgement = verdict.judge(run, options.ranks, compared=not options.unchecked)
         show(options, judgement, report.default_title(options.folder))
     except CtxfixError as error:
-        print(f"ctxfix report: {error}", file=sys.stderr)
+        print(f"ctxfix report: {report.printable(str(error))}", file=sys.stderr)
         return 2
     return judgement.code
 

@@ -43,7 +43,10 @@ def ticker(name: str) -> itertools.count[int]:
 
 
 def snapshot() -> dict[str, int]:
-    """The counts up to now, of this process only: a forked child starts at zero."""
+    """What the hooks did in this process up to now: counts by name, all from zero, in a forked child too.
+
+    The names, and what one more of each means, are ``ctxfix.counters.NAMES``. Exact under threads.
+    """
     return {name: _value(counter) - _inherited.get(name, 0) for name, counter in _counts.items()}
 
 

@@ -8,7 +8,10 @@ a process that had initialised CUDA. All contexts and addresses are plain ``int`
 What is called per post goes through ctypes.PyDLL, which keeps the GIL: these calls take nanoseconds, and a call that
 lets the GIL go, as all of cuda.bindings do, waits up to the switch interval (5 ms) to get it back in a process whose
 other threads are busy in Python (51 µs on average against 0.2 µs with one busy thread, benchmarks/post.py). The rest
-goes through cuda.bindings.
+lets it go: the driver makes it wait while another thread makes a context.
+
+Nothing goes through cuda.bindings: the package `nixl` (1.4.0 on) takes an imported cuda.bindings for the application's
+choice of a CUDA version, and loads its build for that one, or none.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from typing import Any, NamedTuple
 from ctxfix.errors import DriverError
 
 _LIBCUDA = "libcuda.so.1"
+_INVALID_VALUE = 1
 _NOT_INITIALIZED = 3
 _UNKNOWN = 999
 _NO_CUDA_HERE = (_NOT_INITIALIZED, 4)  # 4: DEINITIALIZED, while the process ends
@@ -35,7 +39,7 @@ _LEGACY_IPC = 10
 _RANGE_START = 11
 _RANGE_SIZE = 12
 
-_api: Any = None  # cuda.bindings.driver, once libcuda is in the process
+_api: Any = None  # libcuda, once it is in the process, for calls that let the GIL go
 _problem: str | None = None  # why CUDA cannot be spoken to although it is in the process
 _forked = False  # a child of a process that had initialised CUDA: hands off for good
 _initialized_at_fork = False
@@ -57,6 +61,21 @@ _cuCtxGetId: Callable[[int, Any], int] = _absent
 _cuPointerGetAttribute: Callable[[Any, int, int], int] = _absent
 _cuPointerSetAttribute: Callable[[Any, int, int], int] = _absent
 _ONE = ctypes.byref(ctypes.c_uint(1))
+
+_pointer = ctypes.c_void_p
+#: What is asked now and then, and its arguments.
+_PROTOTYPES: dict[str, list[Any]] = {
+    "cuCtxPushCurrent_v2": [_pointer],
+    "cuCtxPopCurrent_v2": [_pointer],
+    "cuCtxGetDevice": [_pointer],
+    "cuDevicePrimaryCtxGetState": [ctypes.c_int, _pointer, _pointer],
+    "cuDevicePrimaryCtxRetain": [_pointer, ctypes.c_int],
+    "cuDevicePrimaryCtxRelease_v2": [ctypes.c_int],
+    "cuDeviceGetCount": [_pointer],
+    "cuDeviceGetUuid_v2": [_pointer, ctypes.c_int],
+    "cuDeviceGetPCIBusId": [ctypes.c_char_p, ctypes.c_int, ctypes.c_int],
+    "cuGetErrorName": [ctypes.c_int, _pointer],
+}
 
 
 class Owner(NamedTuple):
@@ -82,30 +101,30 @@ def attach() -> bool:
         return False
     try:
         lib = ctypes.PyDLL(_LIBCUDA, mode=os.RTLD_NOLOAD)
+        api = ctypes.CDLL(_LIBCUDA, mode=os.RTLD_NOLOAD)
     except TimeoutError:  # dlopen gives none: a signal handler of the application did
         raise
     except OSError:
         return False
-    return _load_bindings(lib)
+    return _attach_to(lib, api)
 
 
-def _load_bindings(lib: Any) -> bool:
+def _attach_to(lib: Any, api: Any) -> bool:
     global _api, _problem
     global _cuCtxGetCurrent, _cuCtxSetCurrent, _cuCtxGetId, _cuPointerGetAttribute, _cuPointerSetAttribute
     try:
-        from cuda.bindings import driver as api
-
-        api.cuCtxGetCurrent()  # resolves every symbol: a driver too old or half a library shows here
         answer = ctypes.POINTER(_Answer)
         lib.cuCtxGetCurrent.argtypes = [answer]
         lib.cuCtxSetCurrent.argtypes = [ctypes.c_void_p]
         lib.cuCtxGetId.argtypes = [ctypes.c_void_p, answer]  # CUDA 12.0
         lib.cuPointerGetAttribute.argtypes = [answer, ctypes.c_int, ctypes.c_uint64]
         lib.cuPointerSetAttribute.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64]
-    except Exception as error:  # ImportError, RuntimeError, and whatever else broken installs raise
+        for name, arguments in _PROTOTYPES.items():
+            getattr(api, name).argtypes = arguments
+    except AttributeError as error:  # half a library, or
         _problem = (
-            f"libcuda is loaded, but cuda-python cannot speak to it ({type(error).__name__}: {error}). No "
-            "context is set. Reinstall it: pip install --force-reinstall 'cuda-python>=12.9,<14'"
+            f"libcuda is loaded, but it is too old for ctxfix ({error}). No context is set. Install a driver for "
+            "CUDA 12.0 or newer (525)"
         )
         return False
     _cuCtxGetCurrent, _cuCtxSetCurrent = lib.cuCtxGetCurrent, lib.cuCtxSetCurrent
@@ -113,15 +132,6 @@ def _load_bindings(lib: Any) -> bool:
     _cuPointerGetAttribute, _cuPointerSetAttribute = lib.cuPointerGetAttribute, lib.cuPointerSetAttribute
     _api = api
     return True
-
-
-def _ask(name: str, *arguments: int) -> tuple[int, Any]:
-    """A call through cuda.bindings: its error, 0 for none, and its answer: one thing, or a tuple of several."""
-    try:
-        error, *answer = getattr(_api, name)(*arguments)
-    except ValueError:  # an error newer than cuda-python
-        return _UNKNOWN, None
-    return int(error), answer[0] if len(answer) == 1 else tuple(answer)
 
 
 def problem() -> str | None:
@@ -204,6 +214,21 @@ def context_at(address: int) -> int:
     return _attribute(_CONTEXT, address) or 0
 
 
+def why_unknown(address: int) -> str:
+    """Why nobody can say whose memory ``address`` is, after :func:`owner_of` could not: the driver is asked again."""
+    if _api is None:
+        return problem() or "CUDA is not loaded in this process"
+    answer = _Answer()
+    error = _cuPointerGetAttribute(answer, _CONTEXT, address)
+    if error == _INVALID_VALUE:
+        return "no allocation of this process holds it"
+    if error:
+        return f"cuPointerGetAttribute failed with {_name(error)} ({error})"
+    if not answer.value:
+        return "it knows no context, and the primary one of its device is not made, or not told of"
+    return "the driver did not say when it was first asked"
+
+
 def buffer_id(address: int) -> int:
     """The id of the allocation that holds ``address``: never given to another allocation. 0: no allocation."""
     return _attribute(_BUFFER_ID, address) or 0
@@ -232,22 +257,15 @@ def device_of(context: int) -> int:
     """The device ordinal of ``context``, or -1 if the context is unusable."""
     if _api is None or _cuCtxGetId(context, _Answer()):
         return -1
-    if _is_current(context):
-        error, device = _ask("cuCtxGetDevice")
-        return -1 if error else int(device)
-    pushed = False
+    device, pushed, here = ctypes.c_int(), False, _is_current(context)
     try:
-        pushed = not _ask("cuCtxPushCurrent", context)[0]
-        error, device = _ask("cuCtxGetDevice") if pushed else (_UNKNOWN, -1)
+        pushed = not here and not _api.cuCtxPushCurrent_v2(context)
+        error = _UNKNOWN if not here and not pushed else _api.cuCtxGetDevice(ctypes.byref(device))
     finally:
-        if pushed or _is_current(context):  # a signal may come after the push, before it is noted
-            try:
-                refused = int(_api.cuCtxPopCurrent()[0])
-            except ValueError:  # an error newer than cuda-python
-                refused = _UNKNOWN
-            if refused:
-                _api.cuCtxPopCurrent()
-    return -1 if error else int(device)
+        # A signal may come after the push, before it is noted. A pop that is refused is made again.
+        if (pushed or (not here and _is_current(context))) and _api.cuCtxPopCurrent_v2(ctypes.byref(_pointer())):
+            _api.cuCtxPopCurrent_v2(ctypes.byref(_pointer()))
+    return -1 if error else device.value
 
 
 def _is_current(context: int) -> bool:
@@ -263,14 +281,12 @@ def primary_context(device: int) -> int:
     """
     if _api is None or device < 0:
         return 0
-    error, state = _ask("cuDevicePrimaryCtxGetState", device)
-    if error or not state[1]:
+    flags, active, context = ctypes.c_uint(), ctypes.c_int(), _pointer()
+    error = _api.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active))
+    if error or not active.value or _api.cuDevicePrimaryCtxRetain(ctypes.byref(context), device):
         return 0
-    error, context = _ask("cuDevicePrimaryCtxRetain", device)
-    if error:
-        return 0
-    _ask("cuDevicePrimaryCtxRelease", device)  # it lives on: whoever made it active still holds it
-    return int(context)
+    _api.cuDevicePrimaryCtxRelease_v2(device)  # it lives on: whoever made it active still holds it
+    return context.value or 0
 
 
 def primary_contexts() -> list[int]:
@@ -291,32 +307,33 @@ def device_names() -> dict[int, dict[str, str]]:
 def _device_count() -> int:
     if not initialized():
         return 0
-    error, devices = _ask("cuDeviceGetCount")
-    return 0 if error else int(devices)
+    devices = ctypes.c_int()
+    return 0 if _api.cuDeviceGetCount(ctypes.byref(devices)) else devices.value
 
 
 def _uuid(device: int) -> str:
-    error, uuid = _ask("cuDeviceGetUuid", device)
-    if error:
+    uuid = (ctypes.c_ubyte * 16)()
+    if _api.cuDeviceGetUuid_v2(ctypes.byref(uuid), device):
         return ""
-    digits = bytes(uuid.bytes)[:16].hex()
+    digits = bytes(uuid).hex()
     return "GPU-" + "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
 
 
 def _pci(device: int) -> str:
-    error, address = _ask("cuDeviceGetPCIBusId", 32, device)
-    return "" if error else bytes(address).split(b"\0")[0].decode()
+    address = ctypes.create_string_buffer(32)
+    return "" if _api.cuDeviceGetPCIBusId(address, len(address), device) else address.value.decode()
+
+
+def _name(code: int) -> str:
+    text = ctypes.c_char_p()
+    if _api is None or _api.cuGetErrorName(code, ctypes.byref(text)) or not text.value:
+        return "an error"  # no driver at all, or an error that it does not know
+    return text.value.decode()
 
 
 def _error(call: str, code: int, about: str) -> DriverError:
-    try:
-        name = _api.CUresult(code).name
-    except (AttributeError, ValueError):  # no driver at all, or an error newer than cuda-python
-        name = "an error"
-    return DriverError(
-        f"{call} failed with {name} ({code}) for {about} in pid {os.getpid()}, thread {threading.get_ident():#x}",
-        code,
-    )
+    where = f"pid {os.getpid()}, thread {threading.get_ident():#x}"
+    return DriverError(f"{call} failed with {_name(code)} ({code}) for {about} in {where}", code)
 
 
 def _before_fork() -> None:

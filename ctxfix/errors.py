@@ -7,7 +7,10 @@ class CtxfixError(Exception):
 
 
 class DriverError(CtxfixError):
-    """A CUDA driver call failed; ``code`` is its CUresult."""
+    """A CUDA driver call failed.
+
+    ``code`` is its CUresult: 201 INVALID_CONTEXT, 500 NOT_FOUND, 709 CONTEXT_IS_DESTROYED, …
+    """
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -20,10 +23,6 @@ class UnknownOwnerError(CtxfixError):
 
 class PatchError(CtxfixError):
     """A host's class or method is not where it was expected, or somebody wrapped it after us."""
-
-
-class SettingsError(CtxfixError):
-    """An environment variable of ctxfix has a value that means nothing."""
 
 
 class EvidenceError(CtxfixError):

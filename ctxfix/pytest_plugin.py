@@ -84,7 +84,7 @@ def _no_gpu() -> str:
 def ctxfix_recorder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recording]:
     """Record every NIXL transfer of the test, in this process and in those it starts; assert which path they took.
 
-    Skips where there is no GPU, unless --ctxfix-require-gpu is given.
+    Skips where there is no GPU, unless ``--ctxfix-require-gpu`` is given.
     """
     config = request.config
     missing = _no_gpu()

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-_OFF = frozenset({"", "0", "false", "no", "off"})
-_ON = frozenset({"1", "true", "yes", "on"})
+from ctxfix._startup import NO, YES
 
 #: Variables with a fixed choice of values; the first is the default.
 _CHOICES: dict[str, tuple[str, ...]] = {
@@ -44,9 +43,9 @@ def parse(environ: Mapping[str, str]) -> Settings:
 
     def switch(name: str, doubtful: bool) -> bool:
         value = environ.get(name, "").strip().lower()
-        if value in _OFF:
+        if value in NO:
             return False
-        if value not in _ON:
+        if value not in YES:
             problems.append(f"{name}={environ[name]!r} is neither 0 nor 1: taken as {int(doubtful)}")
             return doubtful
         return True

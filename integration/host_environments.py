@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "integration" / "rig"))
 
-from rig import RigError, _cached, _one_at_a_time  # noqa: E402
+from rig import Rig, RigError, _cached, _one_at_a_time  # noqa: E402
 
 TORCH = "torch==2.13.0"
 CTXFIX_NEEDS = ("wrapt>=2.4", "cuda-python>=12.9,<14", "rich>=13", "numpy")
@@ -50,6 +50,13 @@ def prepare(name: str, *requirements: str, without_dependencies: tuple[str, ...]
         shutil.rmtree(on_top, ignore_errors=True)
         _install_ctxfix(on_top, folder)
     return Environment(folder / "bin" / "python", on_top / "bin" / "python")
+
+
+def ray_env(rig: Rig, nixl: str, **extra: str) -> dict[str, str]:
+    """The variables for a program on the rig that starts Ray's actors."""
+    env = rig.env(nixl, torch_stub=False, RAY_USAGE_STATS_ENABLED="0", **extra)
+    env.pop("PYTHONDONTWRITEBYTECODE", None)  # each actor would compile torch and Ray anew
+    return env
 
 
 def unpack(requirement: str, *patterns: str) -> Path:

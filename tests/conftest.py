@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -86,14 +85,10 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, s
 @pytest.fixture(scope="session")
 def fake_driver() -> FakeCuda:
     """The rig's fake driver, which stays loaded for the rest of the session."""
-    from rig import MissingSystemPackage, Rig
+    from missing import or_skip
+    from rig import Rig
 
-    try:
-        return FakeCuda(Rig.driver_only().libraries / "libcuda.so.1")
-    except MissingSystemPackage as error:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip(str(error))
+    return FakeCuda(or_skip(Rig.driver_only).libraries / "libcuda.so.1")
 
 
 @pytest.fixture
@@ -117,10 +112,10 @@ def cuda(fake_driver: FakeCuda) -> Iterator[FakeCuda]:
 @pytest.fixture
 def host(cuda: FakeCuda) -> Iterator[Nixl]:
     """NIXL's stand-in under our hooks, on the fake driver."""
-    from ctxfix.patches import nixl
+    from ctxfix.patches import nixl, registration
 
-    nixl._nixl_switches = False
-    nixl._watched.clear()
+    registration.nixl_switches = False
+    registration._watched.clear()
     host = Nixl(cuda)
     nixl.apply(host.module)
     yield host

@@ -163,3 +163,20 @@ def test_without_the_extension_its_functions_say_why() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=clean_environment())
     assert done.returncode == 0 and "native threads are not covered" in done.stdout, done.stderr
     assert issubclass(native.CtxfixError, CtxfixError)
+
+
+@needs_extension
+def test_deactivate_takes_the_hooks_of_the_extension_off() -> None:
+    code = """
+    import ctxfix
+    from ctxfix import native
+    from ctxfix.native import agents
+    slots = lambda: native.counters()["slots"]
+    agents.install()
+    assert native.status()["installed"] and slots()["patched"] > slots()["restored"] == 0, slots()
+    ctxfix.deactivate()
+    assert not native.status()["installed"] and slots()["restored"] == slots()["patched"], slots()
+    """
+    subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=60, env=clean_environment(), cwd="/"
+    )

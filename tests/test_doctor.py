@@ -53,6 +53,9 @@ class Nvml:
     def nvmlDeviceGetComputeMode(self, handle: int) -> int:
         return self.mode
 
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
+        return SimpleNamespace(total=80 << 30)
+
 
 def shm(free: int, total: int = 64 << 30) -> Callable[[], Any]:
     return lambda: SimpleNamespace(f_bavail=free, f_blocks=total, f_frsize=1)
@@ -72,6 +75,7 @@ def around(tmp_path: Path) -> Surroundings:
         libraries=lambda: [Library("/opt/amazon/efa/lib/libfabric.so.1", (2, 7), True)],
         status=lambda: GOOD_STATUS,
         shm=shm(32 << 30),
+        host=lambda: (1 << 40, 4),
     )
 
 
@@ -157,6 +161,8 @@ FAULTS: list[tuple[Callable[[Surroundings], None], str, str]] = [
     (set_nvml(mode=3), "GPU 1", BAD),
     (set_nvml(broken=True), "GPUs", UNKNOWN),
     (set_nvml(nvmlDeviceGetP2PStatus=None), "GPUs", UNKNOWN),
+    (set_field(host=lambda: (256 << 30, 32)), "FI_MR_CACHE_MAX_SIZE", NOTE),
+    (set_environ(FI_MR_CACHE_MAX_SIZE=str(8 << 30)), "FI_MR_CACHE_MAX_SIZE", NOTE),
     (set_field(shm=shm(10 << 20)), "/dev/shm", BAD),
     (set_field(shm=shm(60 << 20, 64 << 20)), "/dev/shm", BAD),
     (set_field(shm=shm(500 << 20)), "/dev/shm", NOTE),
@@ -191,6 +197,15 @@ def test_each_fault_is_found(
             assert finding.why or finding.cure
 
 
+def test_the_cache_of_mappings_is_large_enough_when_it_holds_a_gpu(around: Surroundings) -> None:
+    around.host = lambda: (256 << 30, 32)
+    (finding,) = [finding for finding in doctor.examine(around) if finding.check == "FI_MR_CACHE_MAX_SIZE"]
+    assert "4.0 GiB" in finding.what and finding.cure == f"FI_MR_CACHE_MAX_SIZE={80 << 30}"
+    for value, seen in ((finding.cure.partition("=")[2], False), ("0", True), ("lots", True)):
+        around.environ = {"FI_LOG_LEVEL": "warn", "FI_MR_CACHE_MAX_SIZE": value}
+        assert ("FI_MR_CACHE_MAX_SIZE" in found(around)) is seen, value
+
+
 def test_no_dev_shm(around: Surroundings) -> None:
     def missing() -> Any:
         raise FileNotFoundError(2, "No such file or directory")
@@ -220,6 +235,12 @@ def test_libraries_are_found_once_and_in_order(tmp_path: Path) -> None:
     assert [(Path(library.path).parent.name, library.cuda, library.version) for library in result] == [
         ("b", True, None), ("a", False, None)
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("state", "code"), [(OK, 0), (NOTE, 0), (UNKNOWN, 0), (BAD, 1)])
+def test_the_exit_code(state: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "examine", lambda: [doctor.Finding("one", OK, "-"), doctor.Finding("two", state, "-")])
+    assert cli.main(["doctor"]) == cli.main(["doctor", "--json"]) == code
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:

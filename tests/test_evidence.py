@@ -298,6 +298,26 @@ os.wait()
     assert len({process.pid for process in run.processes}) == 2
 
 
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_a_child_of_multiprocessing_leaves_its_last_counts(method: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("""
+import multiprocessing, os
+from ctxfix.evidence import recorder
+
+def child():
+    recorder.start(os.environ["FOLDER"]).observer.agent(object(), "child", [])
+
+def main(method):
+    process = multiprocessing.get_context(method).Process(target=child)
+    process.start()
+    process.join()
+""")
+    code = f"import program; program.main({method!r})"
+    run_python(code, FOLDER=str(tmp_path / "r"), PYTHONPATH=str(tmp_path))
+    (process,) = merge.read(str(tmp_path / "r")).processes
+    assert process.final and list(process.agents) == ["child"] and not process.damage
+
+
 def test_a_folder_that_cannot_be_used_harms_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     code = "from ctxfix.evidence import recorder; assert recorder.start({!r}) is None"

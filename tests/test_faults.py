@@ -34,7 +34,7 @@ from ctxfix import affinity, counters, driver, guard, native, settings, threads
 from ctxfix.driver import Owner
 from ctxfix.errors import CtxfixError
 from ctxfix.patches import host as host_patch
-from ctxfix.patches import nixl, sglang
+from ctxfix.patches import nixl, registration
 from ctxfix.registry import Registry, registry
 
 TROUBLE = ("hook_failures", "unknown_owners", "device_fallbacks", "stale_owners", "unsynchronised_ranges")
@@ -139,9 +139,6 @@ class Hook:
             "a host's device": host_patch.in_context(
                 self._body, host_patch.Hook("m", "f", lambda: host_patch.Device(1))
             ),
-            "SGLang's constructor": lambda: sglang._constructor(self._body, "m.C.__init__")(
-                None, types.SimpleNamespace(kv_data_ptrs=[self.address], gpu_id=1)
-            ),
         }
         if self.name in other:
             return other[self.name]()
@@ -155,7 +152,6 @@ HOOKS = [
     "thread start",
     "a host's method",
     "a host's device",
-    "SGLang's constructor",
 ]
 
 
@@ -306,7 +302,7 @@ def test_memory_allocated_on_another_gpu_between_making_and_posting(
     host: Nixl, cuda: FakeCuda, caller: int | None, switches: bool, monkeypatch
 ) -> None:
     """A thread is never moved into a context that no longer owns the memory."""
-    monkeypatch.setattr(nixl, "_nixl_switches", switches)
+    monkeypatch.setattr(registration, "nixl_switches", switches)
     agent, address = host.agent(), cuda.alloc(1)
     agent.register_memory([(address, MIB, 1, "")], "VRAM")
     handle = agent.initialize_xfer("WRITE", one(address), None, "peer")
@@ -626,7 +622,7 @@ NATIVE = ["install", "new_group", "present", "arm", "disarm", "bind_group", "gro
 @pytest.mark.parametrize("name", NATIVE)
 @either_mode
 def test_each_call_of_the_extension_fails_at_each_hook(
-    host: Nixl, cuda: FakeCuda, strict: bool, name: str, monkeypatch
+    request: pytest.FixtureRequest, host: Nixl, cuda: FakeCuda, strict: bool, name: str, monkeypatch
 ) -> None:
     """As when it is out of memory: the call is made, and in the right context, which Python sees to."""
 
@@ -643,6 +639,8 @@ def test_each_call_of_the_extension_fails_at_each_hook(
     }
     cuda.make_current(0)
     before = state(cuda)
+    disarm = native.disarm  # the true one
+    request.addfinalizer(disarm)
     monkeypatch.setattr(native, name, fail)
     for method, call in calls.items():
         try:
@@ -679,7 +677,7 @@ def test_an_error_that_cannot_be_printed(host: Nixl, cuda: FakeCuda, monkeypatch
             raise ValueError
 
     agent = host.agent()
-    monkeypatch.setattr(nixl, "_context_of_agent", lambda _: (_ for _ in ()).throw(Silent()))
+    monkeypatch.setattr(nixl, "context_of_agent", lambda _: (_ for _ in ()).throw(Silent()))
     assert agent.get_new_notifs() == {} and host.counted_since("hook_failures") == 1
 
 
@@ -779,7 +777,7 @@ def test_fork_while_other_threads_hold_every_lock_of_ours(host: Nixl, cuda: Fake
     held, done = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with nixl._one_at_a_time(agent), registry._lock, threads._lock:
+        with registration._one_at_a_time(agent), registry._lock, threads._lock:
             held.set()
             done.wait(60)
 

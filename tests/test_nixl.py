@@ -21,7 +21,7 @@ from fake_nixl import DRAM, METHODS, MIB, VRAM, Boom, DList, Nixl, boom, make_mo
 
 from ctxfix import counters, driver, settings
 from ctxfix.errors import CtxfixError, DriverError, PatchError
-from ctxfix.patches import nixl
+from ctxfix.patches import nixl, registration
 from ctxfix.registry import registry
 
 # ---- every method, in the owner's context, and the caller's own afterwards -------------------------------------------
@@ -279,7 +279,7 @@ def test_a_dead_agents_registrations_are_forgotten(host: Nixl, cuda: FakeCuda) -
     assert len(registry) == 1
     del agent
     gc.collect()
-    assert len(registry) == 0 and registry.contexts() == () and nixl._watched == {}
+    assert len(registry) == 0 and registry.contexts() == () and registration._watched == {}
 
 
 def test_a_handle_made_before_we_came_is_bound_by_what_is_known(host: Nixl, cuda: FakeCuda) -> None:
@@ -332,7 +332,16 @@ def test_an_address_of_nobody_goes_through_with_one_warning(host: Nixl, cuda: Fa
     for _ in range(2):
         assert agent.transfer(agent.initialize_xfer("WRITE", one(0xDEAD0000), None, "peer")) == "PROC"
     assert host.counted_since("unknown_owners") >= 2 and len(caplog.records) == 1
-    assert "0xdead0000" in caplog.text
+    assert "0xdead0000" in caplog.text and "(no allocation of this process holds it)" in caplog.text
+
+
+def test_a_driver_that_does_not_tell_the_owner_is_not_taken_for_a_wrong_address(
+    host: Nixl, cuda: FakeCuda, caplog
+) -> None:
+    agent, address = host.agent(), cuda.alloc(1)
+    cuda.fail("cuPointerGetAttribute", 700)
+    assert agent.transfer(agent.initialize_xfer("WRITE", one(address), None, "peer")) == "PROC"
+    assert "owner is unknown (cuPointerGetAttribute failed with CUDA_ERROR_ILLEGAL_ADDRESS (700))" in caplog.text
 
 
 def test_a_destroyed_context_falls_back_to_the_device(host: Nixl, cuda: FakeCuda) -> None:

@@ -108,7 +108,7 @@ def test_an_owner_is_never_a_stale_one(host: Nixl, cuda: FakeCuda) -> None:
 # ---- contexts, against what a block promises -------------------------------------------------------------------------
 
 #: The calls made per post and per poll put back what they changed themselves: NIXL changes nothing there, or it is
-#: known to (`_nixl_switches`).
+#: known to (`nixl_switches`).
 ONLY_IF_CHANGED = (
     "transfer",
     "check_xfer_state",
@@ -138,9 +138,9 @@ STEPS = st.recursive(
 def test_the_callers_context_is_back_whatever_is_nested_in_what(
     host: Nixl, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, switches: bool, caller: int | None, steps: list[Any]
 ) -> None:
-    from ctxfix.patches import nixl
+    from ctxfix.patches import registration
 
-    monkeypatch.setattr(nixl, "_nixl_switches", switches)
+    monkeypatch.setattr(registration, "nixl_switches", switches)
     agents = [host.agent() for _ in range(GPUS)]
     memory = [cuda.alloc(device) for device in range(GPUS)]
     chosen: list[int | None] = []

@@ -7,6 +7,7 @@ The generic hooks of threads and of NIXL are off here, so what is seen is the pa
 from __future__ import annotations
 
 import concurrent.futures
+import enum
 import queue
 import threading
 import types
@@ -22,15 +23,27 @@ from fake_cuda import FakeCuda
 import ctxfix
 from ctxfix import _startup, counters, settings, threads
 from ctxfix.errors import PatchError
+from ctxfix.evidence import identity
 from ctxfix.patches import sglang
+from ctxfix.patches.host import context_of
+from ctxfix.patches.sglang import MOONCAKE, MORI, NIXL
 
-NIXL = "sglang.srt.disaggregation.nixl.conn"
-MOONCAKE = "sglang.srt.disaggregation.mooncake.conn"
-MORI = "sglang.srt.disaggregation.mori.conn"
+AXES = ("attn_tp", "attn_cp", "attn_dp", "pp", "system_dp")
 
 
 def kv_args(*addresses: int, gpu_id: int = 0, **more: Any) -> SimpleNamespace:
     return SimpleNamespace(kv_data_ptrs=list(addresses), state_data_ptrs=[], gpu_id=gpu_id, **more)
+
+
+class Mode(enum.Enum):
+    """As SGLang's DisaggregationMode."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+#: What a KV manager of SGLang knows of its place, here that of one process on its own.
+ALONE = {f"{axis}_{of}": int(of == "size") for axis in AXES for of in ("rank", "size")}
 
 
 class Host:
@@ -38,15 +51,16 @@ class Host:
 
     def __init__(self, name: str, cuda: FakeCuda) -> None:
         self.seen: dict[str, int] = {}  # where -> the context current there
-        host, (manager, workers, optional) = self, sglang.MANAGERS[name]
-        self.worker_name = worker_name = (*workers, *optional)[0]
+        host, workers = self, [hook.method for hook in sglang._host.hooks if hook.module == name and hook.thread]
+        manager, worker_name = workers[0].split(".")
 
         class Manager:
-            def __init__(self, args: Any, mode: str = "prefill") -> None:
+            def __init__(self, args: Any, mode: Mode = Mode.PREFILL) -> None:
                 host.seen["constructor"] = cuda.current()
                 if host.in_constructor is not None:
                     host.in_constructor()
                 self.kv_args = args
+                vars(self).update(host.parallel, disaggregation_mode=mode)
                 self.queue: queue.Queue[Callable[[], None]] = queue.Queue()
                 self.executor = concurrent.futures.ThreadPoolExecutor(1)
                 self.thread = threading.Thread(target=getattr(self, worker_name), args=(self.queue,), daemon=True)
@@ -66,6 +80,7 @@ class Host:
         setattr(Manager, worker_name, worker)
         Manager.__name__ = manager
         self.in_constructor: Callable[[], None] | None = None
+        self.parallel = dict(ALONE)
         self.manager: Any = Manager
         self.module = types.ModuleType(name)
         setattr(self.module, manager, Manager)
@@ -77,11 +92,12 @@ class Host:
 
 
 @pytest.fixture(params=[NIXL, MOONCAKE, MORI])
-def host(request: pytest.FixtureRequest, cuda: FakeCuda) -> Iterator[Host]:
+def host(request: pytest.FixtureRequest, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     host = Host(request.param, cuda)
     sglang.apply(host.module)
+    monkeypatch.setattr(identity, "_declared", None)
     yield host
-    sglang._applied.clear()
+    sglang.remove()
     threads.remove()
 
 
@@ -148,29 +164,71 @@ def test_a_constructor_that_fails_gives_the_context_back(host: Host, cuda: FakeC
 # ---- whose memory it is ----------------------------------------------------------------------------------------------
 
 
+def owner(args: Any) -> int:
+    return context_of(sglang._buffers(args))
+
+
 def test_owner_is_found_behind_buffers_in_host_memory(cuda: FakeCuda) -> None:
     host_memory = bytearray(64)
     address = id(host_memory)
-    assert sglang.context_of(kv_args(address, cuda.alloc(2))) == cuda.contexts[2]
+    assert owner(kv_args(address, cuda.alloc(2))) == cuda.contexts[2]
 
 
 def test_owner_of_a_model_with_state_but_no_kv(cuda: FakeCuda) -> None:
     args = kv_args(gpu_id=0)
     args.state_data_ptrs = [[cuda.alloc(1)], []]
-    assert sglang.context_of(args) == cuda.contexts[1]
+    assert owner(args) == cuda.contexts[1]
     args.state_data_ptrs = [cuda.alloc(2)]  # flat, before components came
-    assert sglang.context_of(args) == cuda.contexts[2]
+    assert owner(args) == cuda.contexts[2]
 
 
 def test_memory_without_a_context_belongs_to_its_device(cuda: FakeCuda) -> None:
-    assert sglang.context_of(kv_args(cuda.alloc_vmm(1), gpu_id=0)) == cuda.contexts[1]
+    assert owner(kv_args(cuda.alloc_vmm(1), gpu_id=0)) == cuda.contexts[1]
 
 
 def test_gpu_id_decides_where_no_address_tells(cuda: FakeCuda) -> None:
-    assert sglang.context_of(kv_args(gpu_id=1)) == cuda.contexts[1]
-    assert sglang.context_of(kv_args(gpu_id=99)) == 0
-    assert sglang.context_of(SimpleNamespace()) == 0
-    assert sglang.context_of(None) == 0
+    assert owner(kv_args(gpu_id=1)) == cuda.contexts[1]
+    assert owner(kv_args(gpu_id=99)) == 0
+    assert owner(SimpleNamespace()) == 0
+    assert owner(None) == 0
+
+
+# ---- which rank it is ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", Mode)
+@pytest.mark.parametrize(
+    ("place", "rank", "world"),
+    [
+        ({}, 0, 1),
+        ({"attn_tp": (1, 4)}, 1, 4),
+        ({"attn_tp": (1, 2), "attn_cp": (1, 2)}, 3, 4),
+        # Attention's data parallelism splits the TP ranks; SGLang gives the same numbers as system_dp.
+        ({"attn_tp": (1, 2), "attn_dp": (3, 4), "system_dp": (3, 4)}, 7, 8),
+        ({"attn_tp": (1, 2), "attn_cp": (0, 2), "attn_dp": (1, 2), "system_dp": (1, 1)}, 5, 8),
+        ({"attn_tp": (1, 2), "pp": (2, 3)}, 5, 6),
+        ({"attn_tp": (1, 2), "pp": (1, 2), "system_dp": (1, 2)}, 7, 8),
+    ],
+)
+def test_the_manager_tells_the_rank(
+    host: Host, cuda: FakeCuda, mode: Mode, place: dict[str, tuple[int, int]], rank: int, world: int
+) -> None:
+    for axis, (own, size) in place.items():
+        host.parallel |= {f"{axis}_rank": own, f"{axis}_size": size}
+    host.manager(kv_args(cuda.alloc(1)), mode).stop()
+    assert identity.current() == identity.Identity(rank, world, mode.value, sglang.SOURCE)
+
+
+def test_what_the_program_declared_stays(host: Host, cuda: FakeCuda) -> None:
+    identity.declare(5, 8)
+    host.run(kv_args(cuda.alloc(1)))
+    assert identity.current() == identity.Identity(5, 8, "", "declared")
+
+
+def test_a_manager_that_does_not_know_its_place_works(host: Host, cuda: FakeCuda, caplog: Any) -> None:
+    del host.parallel["attn_dp_size"]
+    assert host.run(kv_args(cuda.alloc(1)))["worker"] == cuda.contexts[1]
+    assert "the rank of SGLang's KV manager failed" in caplog.text and identity.current().source == "nobody says"
 
 
 # ---- nothing of ours reaches SGLang ----------------------------------------------------------------------------------
@@ -211,7 +269,8 @@ def test_apply_is_idempotent_and_undone(cuda: FakeCuda) -> None:
     once = dict(vars(host.manager))
     sglang.apply(host.module)
     assert dict(vars(host.manager)) == once != original
-    assert sglang.status() == {NIXL: ["NixlKVManager.__init__", "NixlKVManager.transfer_worker"]}
+    hooked = ["NixlKVManager.__init__", "NixlKVManager.transfer_worker"]
+    assert sglang.status() == {NIXL: {"hooked": hooked, "missing": []}}
     sglang.remove()
     sglang.remove()
     assert dict(vars(host.manager)) == original and sglang.status() == {}
@@ -232,7 +291,7 @@ def test_a_worker_that_moved_changes_nothing(name: str, worker: str, cuda: FakeC
     host = Host(name, cuda)
     delattr(host.manager, worker)
     before = dict(vars(host.manager))
-    with pytest.raises(PatchError, match=f"no .*KVManager.{worker} in {name}. SGLang works as it is"):
+    with pytest.raises(PatchError, match=f"no .*KVManager.{worker} in {name}. It works as it is"):
         sglang.apply(host.module)
     assert dict(vars(host.manager)) == before
 
@@ -241,7 +300,8 @@ def test_mori_of_a_release_without_workers(cuda: FakeCuda) -> None:
     host = Host(MORI, cuda)
     del host.manager._transfer_worker
     sglang.apply(host.module)
-    assert sglang.status() == {MORI: ["MoriKVManager.__init__"]}
+    missing = ["MoriKVManager._transfer_worker", "MoriKVManager._drain_worker"]
+    assert sglang.status() == {MORI: {"hooked": ["MoriKVManager.__init__"], "missing": missing}}
     sglang.remove()
 
 
@@ -258,7 +318,8 @@ def test_status_tells_of_a_moved_class(fake_sglang: Callable[..., str], tmp_path
     (tmp_path / "sglang/srt/disaggregation/nixl/conn.py").write_text("class NixlManager: ...\n")
     state = f"import ctxfix, {NIXL}; t = ctxfix.status()['targets'][{NIXL!r}]; print(t['state'], t['reason'])"
     told = fake_sglang(state, CTXFIX_LOG="off")
-    assert told.startswith("failed PatchError: SGLang 9.9 has no NixlKVManager in ") and "works as it is" in told
+    assert told.startswith("failed PatchError: SGLang 9.9 has no NixlKVManager.__init__ in ")
+    assert "It works as it is" in told
 
 
 def test_status_tells_of_a_moved_module(fake_sglang: Callable[..., str]) -> None:

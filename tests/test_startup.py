@@ -336,7 +336,7 @@ def test_off_switch(patch: Patch, package: Write, monkeypatch: pytest.MonkeyPatc
     _startup.install()
     assert not _startup.installed() and value in _startup.off_reason()
     assert not ctxfix.activate() and "off" in ctxfix.patch_nixl.__globals__["_patch"]("fakepatch")[HOST]
-    assert ("means nothing" in _startup.off_reason()) == (value in ("maybe", "2"))
+    assert ("neither 0 nor 1" in _startup.off_reason()) == (value in ("maybe", "2"))
 
 
 @pytest.mark.parametrize("value", ["", "0", "False", "no", "OFF"])

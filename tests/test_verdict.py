@@ -227,6 +227,34 @@ def test_nobody_says_how_many_ranks() -> None:
     assert judge(run_of(files), ranks=3).code == 1
 
 
+@pytest.mark.parametrize("both_ways", [False, True])
+@pytest.mark.parametrize(
+    ("ranks", "code", "advice"),
+    [(None, 1, "Give --ranks N"), (2, 0, ""), (1, 1, "Record all ranks of one run"), (3, 1, "Record all ranks")],
+)
+def test_processes_that_do_not_know_their_rank_are_counted(
+    ranks: int | None, code: int, advice: str, both_ways: bool
+) -> None:
+    files = perfect(both_ways=both_ways)
+    for name in files:
+        counts(files, name)["identity"] |= {"rank": None, "world": None}
+    judgement = judge(run_of(files), ranks)
+    assert judgement.code == code, judgement.reason
+    assert [row.posts for row in judgement.rows] == [4] * (4 if both_ways else 2)  # no rows of ranks that never were
+    told = "".join(cure for row in judgement.rows for cure in row.advice)
+    assert told.startswith(advice) and ("--ranks" in told) == (ranks is None)
+
+
+def test_one_that_does_not_know_its_rank_is_the_one_not_seen() -> None:
+    files = perfect()
+    no_rank(files)
+    assert judge(run_of(files), ranks=2).code == 0
+    rank_seven = perfect()
+    no_rank(rank_seven)
+    counts(rank_seven, "prefill0")["identity"]["rank"] = 7
+    assert judge(run_of(rank_seven), ranks=2).code == 1
+
+
 def test_without_a_comparison_counts_may_be_taken_alone() -> None:
     files = perfect()
     not_compared(files)

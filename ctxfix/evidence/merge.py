@@ -253,7 +253,8 @@ def _posted(row: dict[str, Any], before: dict[str, Any] | None) -> Posted:
 
 
 def _logs_in(folder: str) -> list[str]:
-    return sorted(entry.path for entry in os.scandir(folder) if entry.name.endswith(LOG_SUFFIX) and entry.is_file())
+    entries = [entry for entry in os.scandir(folder) if entry.name.endswith(LOG_SUFFIX)]
+    return sorted(entry.path for entry in entries if entry.is_file(follow_symlinks=False))
 
 
 def _add_logs(run: Run, paths: list[str]) -> None:

@@ -14,11 +14,14 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from ctxfix import affinity, driver
+from ctxfix.errors import PatchError
 from ctxfix.patches import descriptors
+from ctxfix.patches.undo import Patch, put_back
 
 Method = Callable[..., Any]
 #: Devices that are none: host memory, and GPU memory (so NIXL was told) whose owner the driver does not name.
@@ -360,7 +363,7 @@ def _current() -> int:
         return 0
 
 
-_watched: dict[str, list[tuple[type, str, Method, Method]]] = {}
+_watched: dict[str, list[Patch]] = {}
 
 
 def watch(module: ModuleType, observer: Observer) -> None:
@@ -391,13 +394,11 @@ def watch(module: ModuleType, observer: Observer) -> None:
     for owner, name, make in hooks:
         original = owner.__dict__.get(name)
         if original is not None:
-            ours = make(original)
-            setattr(owner, name, ours)
-            done.append((owner, name, original, ours))
+            done.append(Patch(owner, name, original, make(original)))
+            setattr(owner, name, done[-1].ours)
 
 
 def unwatch(module: str) -> None:
     """Undo :func:`watch`, where nobody has wrapped on top. Idempotent."""
-    for owner, name, original, ours in _watched.pop(module, []):
-        if owner.__dict__.get(name) is ours:
-            setattr(owner, name, original)
+    with suppress(PatchError):
+        put_back({module: _watched.pop(module, [])})

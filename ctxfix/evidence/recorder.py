@@ -49,6 +49,10 @@ class Recorder:
         """Take snapshots from now on."""
         self._thread.start()
         atexit.register(self.finish)
+        # Before 3.13 multiprocessing's children run no atexit functions unless they were spawned.
+        children = sys.modules.get("multiprocessing.util")
+        if children is not None:
+            children.Finalize(None, self.finish, exitpriority=-100)
 
     def _about(self) -> dict[str, Any]:
         import ctxfix

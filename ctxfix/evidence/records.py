@@ -7,10 +7,12 @@ file stops growing at a stated size; what is said after that is only the essenti
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,16 +27,21 @@ RESERVE = 16 << 20
 #: A longer line is none of ours.
 LONGEST_LINE = 4 << 20
 
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_MOST_LINKS = 40  # on one path, as in Linux
+
 
 def open_folder(path: str) -> int:
     """Open ``path``, made if it is not there, as a folder to write records in; a file descriptor.
+
+    Each folder on the way is opened from within the last, so nobody can put another in its place meanwhile. What is
+    made is private. A link on the way is followed if it is root's or one's own; at the end none is.
 
     Raises:
         EvidenceError: it is a link, somebody else's, open to others' writing, or cannot be made.
     """
     try:
-        os.makedirs(path, mode=0o700, exist_ok=True)
-        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        folder = _walk(path)
     except OSError as error:
         raise EvidenceError(f"no records can be written into {path}: {error.strerror or error}") from error
     info = os.fstat(folder)
@@ -45,6 +52,55 @@ def open_folder(path: str) -> int:
             "folder of your own, made by: install -d -m 700 DIR"
         )
     return folder
+
+
+def _walk(path: str) -> int:
+    """Go to the folder ``path`` step by step, and make what is missing."""
+    left = _names(path)
+    here = os.open("/" if path.startswith("/") else ".", _FOLDER)
+    links = 0
+    try:
+        while left:
+            name = left.pop(0)
+            step = _enter(name, here)
+            kind = os.fstat(step)
+            if stat.S_ISLNK(kind.st_mode):
+                target = os.readlink("", dir_fd=step)
+                os.close(step)
+                links += 1
+                if not left or links > _MOST_LINKS or kind.st_uid not in (0, os.geteuid()):
+                    raise OSError(
+                        errno.ELOOP,
+                        f"{name} is a link, at the end of the path or another user's: give the folder itself",
+                    )
+                left[:0] = _names(target)
+                step = os.open("/" if target.startswith("/") else ".", _FOLDER, dir_fd=here)
+            elif not stat.S_ISDIR(kind.st_mode):
+                os.close(step)
+                raise OSError(errno.ENOTDIR, f"{name} is no folder")
+            os.close(here)
+            here = step
+    except BaseException:
+        os.close(here)
+        raise
+    return here
+
+
+def _names(path: str) -> list[str]:
+    return [name for name in path.split("/") if name not in ("", ".")]
+
+
+def _enter(name: str, here: int) -> int:
+    """Open the folder ``name``, made if it is not there; a link, and what may not be read, as itself."""
+    flags = _FOLDER | os.O_NOFOLLOW
+    try:
+        return os.open(name, flags, dir_fd=here)
+    except FileNotFoundError:
+        with suppress(FileExistsError):  # another rank was faster
+            os.mkdir(name, 0o700, dir_fd=here)
+        return os.open(name, flags, dir_fd=here)
+    except OSError:
+        return os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=here)
 
 
 class Writer:

@@ -135,11 +135,15 @@ def calls_are_whole() -> bool:
 def native_threads(memory: Any = None) -> Iterator[None]:
     """For the length of a ``with`` block, native threads that this thread starts begin in the right context.
 
-    For engines that bring their own threads: make them inside. The context is that of ``memory`` (a CUDA tensor, a
-    descriptor, an address), or without it what :func:`ctxfix.affinity.preferred` names. Threads which those threads
-    start inherit it too. Without the C extension nothing happens, and one warning says so.
+    For engines that bring their own threads: make them inside. Threads which those threads start inherit the context
+    too. Without the C extension nothing happens, and one warning says so.
+
+    Args:
+        memory: a CUDA tensor, a descriptor ``(address, length, …)`` or an address: the context is its owner's. None:
+            the only context that owns registered memory, else what is current here, else the only primary one.
 
     Raises:
+        DriverError: the driver refused the owner's context.
         UnknownOwnerError: ``memory`` is no GPU memory of this process.
     """
     if memory is None:

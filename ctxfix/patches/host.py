@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 
 from ctxfix import affinity, counters, driver, guard, threads
 from ctxfix.errors import DriverError, PatchError
+from ctxfix.patches.undo import Patch, put_back
 
 
 class Device(NamedTuple):
@@ -53,9 +54,13 @@ class Context(NamedTuple):
 class Hook:
     """One method of a host, and where its memory is.
 
-    ``method`` is "Class.method", or "function" for one of the module's own. ``thread``: it is the whole life of a
-    thread. ``optional``: not every supported version of the host has it. ``wrap``, for what needs more than a context,
-    makes the replacement from the original itself; then ``memory`` is not asked.
+    Args:
+        module: the full name of the module.
+        method: "Class.method", or "function" for one of the module's own.
+        memory: called with the method's arguments; in which forms it may answer is in this module's text.
+        thread: the method is the whole life of a thread.
+        optional: not every supported version of the host has it.
+        wrap: for what needs more than a context: makes the replacement from the original; ``memory`` is not asked.
     """
 
     module: str
@@ -134,20 +139,13 @@ def give_back(before: int, ours: int) -> None:
 # ---- on and off ------------------------------------------------------------------------------------------------------
 
 
-class _Patch(NamedTuple):
-    owner: Any  # a class, or the module
-    name: str
-    original: Any
-    ours: Any
-
-
 class Host:
     """A host and its hooks, put on and taken off module by module."""
 
     def __init__(self, name: str, hooks: Iterable[Hook]) -> None:
         self.name = name
         self.hooks = tuple(hooks)
-        self._applied: dict[str, tuple[ModuleType, list[_Patch], list[str]]] = {}
+        self._applied: dict[str, tuple[ModuleType, list[Patch], list[str]]] = {}
 
     @property
     def modules(self) -> list[str]:
@@ -180,7 +178,7 @@ class Host:
         driver.attach()
 
     @staticmethod
-    def _find(module: ModuleType, hook: Hook) -> _Patch | None:
+    def _find(module: ModuleType, hook: Hook) -> Patch | None:
         class_name, _, name = hook.method.rpartition(".")
         owner = getattr(module, class_name, None) if class_name else module
         original = vars(owner).get(name) if isinstance(owner, (type, ModuleType)) else None
@@ -195,7 +193,7 @@ class Host:
                 "context can be held for it. Hook the functions that it calls"
             )
         ours = make(function)
-        return _Patch(owner, name, original, kind(ours) if kind is not None else ours)
+        return Patch(owner, name, original, kind(ours) if kind is not None else ours)
 
     def _moved(self, module: ModuleType, hook: Hook) -> str:
         try:
@@ -213,23 +211,13 @@ class Host:
         Raises:
             PatchError: somebody wrapped a method after us; it stays, all others are undone.
         """
-        stuck = []
-        for name, (_, patches, _) in list(self._applied.items()):
-            for patch in patches:
-                if vars(patch.owner).get(patch.name) is patch.ours:
-                    setattr(patch.owner, patch.name, patch.original)
-                else:
-                    stuck.append(f"{name}.{patch.name}")
-            del self._applied[name]
-        if stuck:
-            raise PatchError(
-                f"somebody wrapped {', '.join(stuck)} after ctxfix, so it cannot be taken out from under: remove the "
-                "other wrapper first. Everything else is undone"
-            )
+        applied = {name: patches for name, (_, patches, _) in self._applied.items()}
+        self._applied.clear()
+        put_back(applied)
 
     def status(self) -> dict[str, dict[str, list[str]]]:
         """By patched module: the methods hooked, and the optional ones that this version lacks."""
         return {
-            name: {"hooked": [patch.name for patch in patches], "missing": list(missing)}
+            name: {"hooked": [patch.where for patch in patches], "missing": list(missing)}
             for name, (_, patches, missing) in self._applied.items()
         }

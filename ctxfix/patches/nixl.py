@@ -3,7 +3,8 @@
 
 Read in nixl_cu12/_api.py of 1.1.0, 1.4.0 and 1.5.1. The hooks are set on the class, so every import style and
 subclass is served. Methods called once per transfer or less are wrapped by wrapt; those called per post and per poll
-are plain functions, because a wrapt call costs 0.6 to 0.8 µs, more than everything else the hook does.
+are plain functions, because a wrapt call costs 0.6 to 0.8 µs, more than everything else the hook does. What makes
+agents and registers memory is in ctxfix.patches.registration.
 """
 
 from __future__ import annotations
@@ -12,23 +13,31 @@ import functools
 import itertools
 import os
 import sys
-import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import wrapt
 
-from ctxfix import affinity, counters, driver, footprint, guard, settings, whole_data
+from ctxfix import affinity, counters, driver, footprint, guard, settings
 from ctxfix.driver import Owner
 from ctxfix.errors import CtxfixError, DriverError, PatchError
 from ctxfix.native import agents
-from ctxfix.patches import descriptors
+from ctxfix.patches import descriptors, registration
+from ctxfix.patches.calls import (
+    Hook,
+    Noting,
+    argument,
+    context_at,
+    context_of_agent,
+    context_of_list,
+    context_of_newcomer,
+    in_context,
+    unknown_owner,
+)
+from ctxfix.patches.undo import Patch, put_back
 from ctxfix.registry import registry
-
-Hook = Callable[..., Any]
 
 _posts = counters.ticker("posts")
 
@@ -54,94 +63,13 @@ _transfers: dict[int, _Memory | None] = {}
 _prepared: dict[int, Sequence[int] | None] = {}
 _UNKNOWN: Any = object()
 
-#: By agent: NIXL (1.1.0, 1.4.0) crashes when two threads register or deregister with one agent at once. The hooks
-#: stretch these calls and must not make that likelier.
-_registering: dict[int, threading.RLock] = {}
-
-#: Whether a post may leave another context current than it found: NIXL 1.4.0 calls cudaSetDevice for each descriptor
-#: once it has seen a second GPU or a device id that is not the owner's (libfabric_backend.cpp, cuda_addr_wa_).
-_nixl_switches = False
-
-
 # ---- contexts of calls -----------------------------------------------------------------------------------------------
-
-
-def _in_context(
-    where: str, choose: Callable[[], int], call: Hook, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-) -> Any:
-    """``call`` in the context of ``choose()``; afterwards the caller's, whoever changed it."""
-    previous: int | None = None
-    failure: Exception | None = None
-    try:
-        try:
-            previous = driver.current()
-            affinity.enter(choose())
-        except CtxfixError as error:
-            guard.failed(where, error)
-        except Exception as error:
-            if guard.interrupted(error):
-                raise
-            failure = error
-        result = call(*args, **(kwargs or {}))  # if it raises too, the arguments were wrong, not we
-    finally:
-        if previous is not None:
-            try:
-                affinity.leave(previous)
-            except BaseException:  # a signal, before it had begun: it comes once
-                affinity.leave(previous)
-                raise
-    if failure is not None:
-        guard.failed(where, failure)
-    return result
-
-
-def _context_of_agent(agent: Any) -> int:
-    """The context for a call that names no memory: of what the agent registered."""
-    contexts = registry.contexts_of(id(agent))
-    if len(contexts) == 1:
-        return contexts[0]
-    # Of an agent with several GPUs any of their contexts will do, so the thread's own stays if it is one.
-    return 0 if not contexts or driver.current() in contexts else contexts[0]
-
-
-def _context_of_newcomer() -> int:
-    """The context for a thread that has none and of whose memory nothing is known; else 0: leave it."""
-    return 0 if driver.current() else affinity.preferred()
-
-
-def _context_at(address: int | None) -> int:
-    """The context that owns ``address``; 0: unknown."""
-    if address is None:
-        return 0
-    owner = affinity.owner_at(address)
-    if owner is None:
-        _unknown(address)
-        return 0
-    return owner.context
-
-
-def _context_of_list(memory: Any, mem_type: Any, vram: Any) -> int:
-    """The context that owns the first descriptor of a list; 0: host memory, or unknown."""
-    if memory is None or not descriptors.is_gpu(memory, mem_type, vram):
-        return 0
-    driver.attach()
-    return _context_at(next((row[0] for row in descriptors.rows(memory)), None))
 
 
 def _context_of_transfer(handle: int) -> int:
     """The context that owns the local memory of a transfer; 0: host memory, or unknown."""
     memory = _transfers.get(handle)
     return memory.context if memory is not None else 0
-
-
-def _unknown(address: int) -> None:
-    counters.count("unknown_owners")
-    reason = driver.problem() or "no allocation of this process holds it"
-    guard.warn_once(
-        "unknown_owner",
-        f"ctxfix: NIXL was given GPU memory at {address:#x} whose owner is unknown ({reason}); the call goes through "
-        "in whatever context the thread has. Check that the address is inside memory that is still allocated.",
-    )
 
 
 # These take the arguments of a call as they are, (agent, handle, …), and give the token for affinity.leave, or None:
@@ -158,11 +86,11 @@ def _enter_transfer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None
     next(_posts)
     if memory is _UNKNOWN:  # made before ctxfix was active
         counters.count("unknown_owners")
-        return affinity.enter(_context_of_agent(args[0]) or _context_of_newcomer())
+        return affinity.enter(context_of_agent(args[0]) or context_of_newcomer())
     if not memory.context:
-        _unknown(memory.address)
+        unknown_owner(memory.address)
         return None
-    if not _nixl_switches:
+    if not registration.nixl_switches:
         return _enter_owner(memory)
     before = driver.current()
     try:
@@ -177,7 +105,7 @@ def _enter_transfer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None
 
 def _leave_transfer(token: int) -> None:
     try:
-        if _nixl_switches:
+        if registration.nixl_switches:
             agents.hold(False)
     finally:
         affinity.leave(token)
@@ -218,92 +146,7 @@ def _enter_poll_of_transfer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> in
 
 
 def _enter_poll(args: tuple[Any, ...], _: dict[str, Any]) -> int | None:
-    return affinity.enter(_context_of_agent(args[0]))
-
-
-# ---- what the hooks learn --------------------------------------------------------------------------------------------
-
-_watched: dict[int, weakref.ref[Any]] = {}
-
-
-def _watch(agent: Any) -> int:
-    """The registry's key of ``agent``, whose registrations are forgotten when it dies."""
-    key = id(agent)
-    if key not in _watched:
-
-        def forget(_: Any) -> None:
-            _watched.pop(key, None)
-            _registering.pop(key, None)
-            registry.forget(key)
-            agents.gone(key)
-
-        _watched[key] = weakref.ref(agent, forget)
-    return key
-
-
-def _one_at_a_time(agent: Any) -> threading.RLock:
-    lock = _registering.get(id(agent))
-    return lock if lock is not None else _registering.setdefault(id(agent), threading.RLock())
-
-
-def _note_registration(agent: Any, descs: Any) -> None:
-    key = _watch(agent)
-    start = end = buffer_id = 0
-    ipc = True
-    owner: Owner | None = None
-    for address, length, device_id in descriptors.rows(descs):
-        if not start <= address < end:  # a new allocation: thousands of ranges often share one
-            owner = driver.owner_of(address)
-            buffer_id = driver.buffer_id(address)
-            start, end = driver.extent_of(address)
-            if owner is not None:
-                whole_data.apply(address)
-                ipc = driver.takes_ipc(address)
-        if owner is None:
-            _unknown(address)
-            continue
-        registry.add(key, address, length, owner, buffer_id)
-        counters.count("registered_ranges")
-        if not ipc:
-            _no_ipc(address, owner)
-        if not owner.recorded:
-            counters.count("device_fallbacks")
-        _check_device_id(address, device_id, owner)
-    global _nixl_switches
-    _nixl_switches |= len(registry.contexts()) > 1
-
-
-def _has_one_wrong_device_id(memory: Any) -> bool:
-    """Whether the application gives all of a list one device id, and that is not the device of its memory."""
-    address, _, device_id = next(descriptors.rows(memory))
-    owner = driver.owner_of(address)
-    if owner is None or owner.device == device_id:
-        return False
-    return all(row[2] == device_id for row in descriptors.rows(memory))
-
-
-def _no_ipc(address: int, owner: Owner) -> None:
-    counters.count("ranges_without_ipc")
-    guard.warn_once(
-        "no_ipc",
-        f"ctxfix: memory at {address:#x} on device {owner.device} can never take CUDA IPC (it is VMM memory or from a "
-        "memory pool), so transfers inside the node go through host memory. With PyTorch set "
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False.",
-    )
-
-
-def _check_device_id(address: int, device_id: int, owner: Owner) -> None:
-    global _nixl_switches
-    if device_id == owner.device:
-        return
-    _nixl_switches = True
-    counters.count("wrong_device_ids")
-    guard.warn_once(
-        "wrong_device_id",
-        f"ctxfix: the application gives device id {device_id} for memory at {address:#x}, which is on device "
-        f"{owner.device} of this process. ctxfix goes by the address, but NIXL trusts the id: pass the ordinal of the "
-        "device that owns the memory, not the TP rank.",
-    )
+    return affinity.enter(context_of_agent(args[0]))
 
 
 def _addresses(memory: Any) -> Sequence[int]:
@@ -351,87 +194,24 @@ def _is_mixed(first: int, others: Iterable[int], owner: Owner) -> bool:
 # ---- hooks: set-up calls ---------------------------------------------------------------------------------------------
 
 
-def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str) -> Any:
-    return args[position] if len(args) > position else kwargs.get(name)
-
-
-class _Noting:
-    """A block that learns from a call that has succeeded: whatever fails in it, the call's result goes back."""
-
-    def __init__(self, where: str) -> None:
-        self._where = where
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
-        if isinstance(error, Exception):
-            guard.failed(self._where, error)
-            return True
-        return False
-
-
 def _set_up_hooks(vram: Any) -> dict[str, Hook]:
     """wrapt wrappers of nixl_agent's methods by name; ``vram`` is NIXL's VRAM_SEG."""
 
-    def making(wrapped: Hook, agent: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # The thread that makes an agent or a backend hands its context on to what NIXL starts.
-        driver.attach()
-
-        def make() -> Any:
-            with agents.starting(id(agent)):
-                return wrapped(*args, **kwargs)
-
-        result = _in_context("nixl_agent.create_backend", _context_of_newcomer, make)
-        driver.attach()  # NIXL's plugins load libcuda
-        return result
-
-    def register_memory(wrapped: Hook, agent: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        memory, mem_type = _argument(args, kwargs, 0, "reg_list"), _argument(args, kwargs, 1, "mem_type")
-
-        def context() -> int:
-            owner = _context_of_list(memory, mem_type, vram)
-            if owner:
-                agents.follow(id(agent), owner)
-                agents.hold(_has_one_wrong_device_id(memory))
-            return owner
-
-        try:
-            with _one_at_a_time(agent):
-                descs = _in_context("nixl_agent.register_memory", context, wrapped, args, kwargs)
-        finally:
-            agents.hold(False)
-        with _Noting("nixl_agent.register_memory"):
-            if descs is not None and descriptors.is_gpu(descs, None, vram):
-                _note_registration(agent, descs)
-        return descs
-
-    def deregister_memory(wrapped: Hook, agent: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        memory = _argument(args, kwargs, 0, "dereg_list")
-        where = "nixl_agent.deregister_memory"
-        with _one_at_a_time(agent):
-            result = _in_context(where, lambda: _context_of_list(memory, None, vram), wrapped, args, kwargs)
-        with _Noting(where):
-            if descriptors.is_gpu(memory, None, vram):
-                registry.remove_all(id(agent), (row[:2] for row in descriptors.rows(memory)))
-                agents.forget(id(agent))
-        return result
-
     def prep_xfer_dlist(wrapped: Hook, agent: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if _argument(args, kwargs, 0, "agent_name") not in ("", "NIXL_INIT_AGENT"):
+        if argument(args, kwargs, 0, "agent_name") not in ("", "NIXL_INIT_AGENT"):
             return wrapped(*args, **kwargs)  # the remote side: its addresses are another process's
-        memory, mem_type = _argument(args, kwargs, 1, "xfer_list"), _argument(args, kwargs, 2, "mem_type")
+        memory, mem_type = argument(args, kwargs, 1, "xfer_list"), argument(args, kwargs, 2, "mem_type")
         where = "nixl_agent.prep_xfer_dlist"
-        handle = _in_context(where, lambda: _context_of_list(memory, mem_type, vram), wrapped, args, kwargs)
-        with _Noting(where):
+        handle = in_context(where, lambda: context_of_list(memory, mem_type, vram), wrapped, args, kwargs)
+        with Noting(where):
             gpu = descriptors.is_gpu(memory, mem_type, vram)
             _prepared[handle._handle] = _addresses(memory) if gpu else None
         return handle
 
     def make_prepped_xfer(wrapped: Hook, agent: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         side, indices = (
-            _argument(args, kwargs, 1, "local_xfer_side"),
-            _argument(args, kwargs, 2, "local_indices"),
+            argument(args, kwargs, 1, "local_xfer_side"),
+            argument(args, kwargs, 2, "local_indices"),
         )
         addresses = _prepared.get(getattr(side, "_handle", 0), ())
 
@@ -441,8 +221,8 @@ def _set_up_hooks(vram: Any) -> dict[str, Hook]:
             return iter(addresses) if len(addresses) == 1 else (addresses[int(i)] for i in indices)
 
         where = "nixl_agent.make_prepped_xfer"
-        handle = _in_context(where, lambda: _context_at(next(selected(), None)), wrapped, args, kwargs)
-        with _Noting(where):
+        handle = in_context(where, lambda: context_at(next(selected(), None)), wrapped, args, kwargs)
+        with Noting(where):
             if addresses is None:
                 _transfers[handle._handle] = None
             else:
@@ -450,10 +230,10 @@ def _set_up_hooks(vram: Any) -> dict[str, Hook]:
         return handle
 
     def initialize_xfer(wrapped: Hook, agent: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        memory = _argument(args, kwargs, 1, "local_descs")
+        memory = argument(args, kwargs, 1, "local_descs")
         where = "nixl_agent.initialize_xfer"
-        handle = _in_context(where, lambda: _context_of_list(memory, None, vram), wrapped, args, kwargs)
-        with _Noting(where):
+        handle = in_context(where, lambda: context_of_list(memory, None, vram), wrapped, args, kwargs)
+        with Noting(where):
             if descriptors.is_gpu(memory, None, vram):
                 _note_transfer(handle._handle, (row[0] for row in descriptors.rows(memory)))
             else:
@@ -462,27 +242,24 @@ def _set_up_hooks(vram: Any) -> dict[str, Hook]:
 
     def on_agent(wrapped: Hook, agent: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         where = f"nixl_agent.{wrapped.__name__}"
-        return _in_context(where, lambda: _context_of_agent(agent), wrapped, args, kwargs)
+        return in_context(where, lambda: context_of_agent(agent), wrapped, args, kwargs)
 
     def prep_mem_view(wrapped: Hook, agent: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        memory = _argument(args, kwargs, 0, "dlist")
+        memory = argument(args, kwargs, 0, "dlist")
 
         def context() -> int:
             remote = "Remote" in type(memory).__name__  # nixlRemoteDList: another process's addresses
-            return _context_of_agent(agent) if remote else _context_of_list(memory, None, vram)
+            return context_of_agent(agent) if remote else context_of_list(memory, None, vram)
 
-        return _in_context("nixl_agent.prep_mem_view", context, wrapped, args, kwargs)
+        return in_context("nixl_agent.prep_mem_view", context, wrapped, args, kwargs)
 
     def estimate_xfer_cost(wrapped: Hook, agent: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        handle = _argument(args, kwargs, 0, "req_handle")
+        handle = argument(args, kwargs, 0, "req_handle")
         where = "nixl_agent.estimate_xfer_cost"
-        return _in_context(where, lambda: _context_of_transfer(handle._handle), wrapped, args, kwargs)
+        return in_context(where, lambda: _context_of_transfer(handle._handle), wrapped, args, kwargs)
 
     return {
-        "__init__": making,
-        "create_backend": making,
-        "register_memory": register_memory,
-        "deregister_memory": deregister_memory,
+        **registration.hooks(vram),
         "prep_xfer_dlist": prep_xfer_dlist,
         "make_prepped_xfer": make_prepped_xfer,
         "initialize_xfer": initialize_xfer,
@@ -554,8 +331,8 @@ def _releasing(where: str, known: dict[int, Any], context_of: Callable[[int], in
                     known[key] = memory
                 raise
 
-        result = _in_context(where, lambda: context_of(key), forget_and_release)
-        with _Noting(where):
+        result = in_context(where, lambda: context_of(key), forget_and_release)
+        with Noting(where):
             if isinstance(memory, _Memory):  # a transfer of GPU memory is through: what did it leave behind?
                 footprint.check()
         return result
@@ -578,15 +355,8 @@ def _finalizing(original: Hook, known: dict[int, Any]) -> Hook:
 # ---- on and off ------------------------------------------------------------------------------------------------------
 
 
-class _Patch(NamedTuple):
-    owner: type
-    name: str
-    original: Hook
-    ours: Hook
-
-
 class _Patched(NamedTuple):
-    patches: list[_Patch]
+    patches: list[Patch]
     missing: list[str]
 
 
@@ -645,7 +415,7 @@ def apply(module: ModuleType) -> None:
         if original is None:  # not in this version
             result.missing.append(f"{owner.__name__}.{name}")
             continue
-        patch = _Patch(owner, name, original, make(original))
+        patch = Patch(owner, name, original, make(original))
         setattr(owner, name, patch.ours)
         result.patches.append(patch)
     _applied[module.__name__] = result
@@ -662,33 +432,22 @@ def remove() -> None:
     Raises:
         PatchError: somebody wrapped a method after us; it stays, all others are undone.
     """
-    stuck = []
-    for name, (patches, _) in list(_applied.items()):
-        for patch in patches:
-            if patch.owner.__dict__.get(patch.name) is patch.ours:
-                setattr(patch.owner, patch.name, patch.original)
-            else:
-                stuck.append(f"{name}.{patch.owner.__name__}.{patch.name}")
-        del _applied[name]
-        if "ctxfix.evidence.posts" in sys.modules:
-            sys.modules["ctxfix.evidence.posts"].unwatch(name)
+    applied = {name: patches for name, (patches, _) in _applied.items()}
+    _applied.clear()
     _transfers.clear()
     _prepared.clear()
-    if stuck:
-        raise PatchError(
-            f"somebody wrapped {', '.join(stuck)} after ctxfix, so it cannot be taken out from under: remove the other "
-            "wrapper first. Everything else is undone"
-        )
+    try:
+        put_back(applied)
+    finally:
+        if "ctxfix.evidence.posts" in sys.modules:  # its observers lie under our hooks
+            for name in applied:
+                sys.modules["ctxfix.evidence.posts"].unwatch(name)
 
 
 def _after_fork() -> None:
     # The parent's GPU memory is not the child's: nothing that was learnt about it holds.
-    global _nixl_switches
-    _registering.clear()  # another thread of the parent may have been inside
     _transfers.clear()
     _prepared.clear()
-    _watched.clear()
-    _nixl_switches = False
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -697,6 +456,6 @@ os.register_at_fork(after_in_child=_after_fork)
 def status() -> dict[str, dict[str, list[str]]]:
     """By patched module: the methods hooked, and those that this version of NIXL lacks."""
     return {
-        name: {"hooked": [f"{p.owner.__name__}.{p.name}" for p in patches], "missing": list(missing)}
+        name: {"hooked": [patch.where for patch in patches], "missing": list(missing)}
         for name, (patches, missing) in _applied.items()
     }

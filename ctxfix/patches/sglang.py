@@ -19,187 +19,100 @@ address names the owner (``gpu_id`` is asked only where an address does not tell
 - the threads that move data are bound to the owner when they start. That serves the CUDA calls which are not NIXL's:
   the copies through staging buffers, Mooncake's and mori's engines, and a process that owns several GPUs, where no
   single context is recorded and the starter's may be another manager's.
+
+A manager that is made also tells which rank of prefill or decode its process is, for what is recorded.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from importlib import metadata
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
-from ctxfix import _startup, affinity, counters, driver, guard, threads
-from ctxfix.errors import PatchError
-from ctxfix.patches.host import give_back
+from ctxfix import _startup, guard
+from ctxfix.evidence import identity
+from ctxfix.patches.host import Device, Hook, Host, in_context
 
-Hook = Callable[..., Any]
-
-
-class _Manager(NamedTuple):
-    """A KV manager's class, and those of its methods that are the whole life of a thread which moves data."""
-
-    name: str
-    workers: tuple[str, ...] = ()
-    optional: tuple[str, ...] = ()  # workers that not every supported version has
+NIXL = "sglang.srt.disaggregation.nixl.conn"
+MOONCAKE = "sglang.srt.disaggregation.mooncake.conn"
+MORI = "sglang.srt.disaggregation.mori.conn"
+SOURCE = "SGLang's KV manager"  # who says which rank a process is
 
 
-#: Where SGLang keeps them. Ascend's manager is a subclass of Mooncake's and meets no CUDA.
-MANAGERS: dict[str, _Manager] = {
-    "sglang.srt.disaggregation.nixl.conn": _Manager("NixlKVManager", ("transfer_worker",)),
-    "sglang.srt.disaggregation.mooncake.conn": _Manager("MooncakeKVManager", ("transfer_worker",)),
-    # Before its workers came, mori posted on the scheduler's thread, which has the right context.
-    "sglang.srt.disaggregation.mori.conn": _Manager("MoriKVManager", (), ("_transfer_worker", "_drain_worker")),
-}
+def _buffers(kv_args: Any) -> Iterator[Any]:
+    """The first address of each KV buffer, of which some may be host memory, then of each state buffer.
 
-
-# ---- whose memory it is ----------------------------------------------------------------------------------------------
-
-
-def _addresses(kv_args: Any) -> Iterator[int]:
-    """The first address of each KV buffer, then of each state buffer: models without attention have only those."""
+    Models without attention have only those.
+    """
     yield from getattr(kv_args, "kv_data_ptrs", None) or ()
     for pointers in getattr(kv_args, "state_data_ptrs", None) or ():
         yield from pointers if isinstance(pointers, (list, tuple)) else (pointers,)
-
-
-def context_of(kv_args: Any) -> int:
-    """The context that owns a manager's KV buffers, of which some may be host memory; 0: unknown, leave it alone.
-
-    Where no address tells, it is the primary context of ``gpu_id``, if somebody has made it.
-    """
-    if not driver.attach():
-        return 0
-    for address in _addresses(kv_args):
-        owner = affinity.owner_at(int(address))
-        if owner is not None:
-            return owner.context
     gpu_id = getattr(kv_args, "gpu_id", None)
-    return driver.primary_context(int(gpu_id)) if gpu_id is not None else 0
+    if gpu_id is not None:
+        yield Device(gpu_id)
 
 
-# ---- hooks -----------------------------------------------------------------------------------------------------------
+def _of_args(_: Any, args: Any = None, *__: Any, **___: Any) -> Iterator[Any]:
+    """For ``__init__(self, args, …)``."""
+    return _buffers(args)
 
 
-def _constructor(original: Hook, where: str) -> Hook:
-    """``__init__(self, args, …)`` in the context of the owner of ``args``' buffers."""
+def _of_manager(manager: Any, *_: Any, **__: Any) -> Iterator[Any]:
+    return _buffers(manager.kv_args)
+
+
+def _declare(manager: Any) -> None:
+    """Say which rank of how many this process is. TP ranks are laid out so in SGLang's layers/dp_attention.py.
+
+    ``kv_args.engine_rank`` would not do: in decode it is the rank within attention's TP group.
+    """
+    if identity.current().source == "declared":  # the program itself has said so
+        return
+    world = manager.attn_dp_size * manager.attn_cp_size * manager.attn_tp_size
+    rank = manager.attn_dp_rank * manager.attn_cp_size + manager.attn_cp_rank
+    rank = rank * manager.attn_tp_size + manager.attn_tp_rank
+    rank += manager.pp_rank * world
+    world *= manager.pp_size
+    if manager.attn_dp_size == 1:  # else these are the same data-parallel ranks
+        rank += manager.system_dp_rank * world
+        world *= manager.system_dp_size
+    identity.declare(rank, world, manager.disaggregation_mode.value, SOURCE)
+
+
+def _declaring(original: Callable[..., None]) -> Callable[..., None]:
+    """A constructor that tells the rank when it is through."""
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        context, before = 0, None
+        original(self, *args, **kwargs)
         try:
-            try:
-                context = context_of(args[0] if args else kwargs.get("args"))
-                before = affinity.enter(context)
-            except Exception as error:  # noqa: BLE001 - SGLang must go on
-                guard.failed(where, error)
-            original(self, *args, **kwargs)
-        finally:
-            # If SGLang itself chose a device meanwhile, as for its staging buffers, its choice stays.
-            if before is not None:
-                try:
-                    give_back(before, context)
-                except BaseException:  # a signal, before it had begun: it comes once
-                    give_back(before, context)
-                    raise
+            _declare(self)
+        except Exception as error:  # noqa: BLE001 - the manager is made
+            guard.failed("the rank of SGLang's KV manager", error)
 
     return __init__
 
 
-def _worker(original: Hook, where: str) -> Hook:
-    """The main method of a thread, which is bound to the owner of its manager's buffers until it ends."""
-
-    @functools.wraps(original)
-    def worker(self: Any, *args: Any, **kwargs: Any) -> Any:
-        before = None
-        try:
-            try:
-                # Greenlets share one thread: binding one of them would bind them all.
-                if not threads.green():
-                    before = affinity.enter(context_of(self.kv_args))
-                    if before is not None:
-                        counters.count("threads_bound")
-            except Exception as error:  # noqa: BLE001 - SGLang must go on
-                guard.failed(where, error)
-            return original(self, *args, **kwargs)
-        finally:
-            if before is not None:
-                affinity.leave(before)
-
-    return worker
+def _constructor(module: str, method: str) -> Hook:
+    in_owner = Hook(module, method, _of_args)
+    return Hook(module, method, wrap=lambda original: in_context(_declaring(original), in_owner))
 
 
-# ---- on and off ------------------------------------------------------------------------------------------------------
-
-
-class _Patch(NamedTuple):
-    owner: type
-    name: str
-    original: Hook
-    ours: Hook
-
-
-_applied: dict[str, list[_Patch]] = {}
-
-
-def apply(module: ModuleType) -> None:
-    """Hook the KV manager of ``module``, one of :data:`MANAGERS`. Idempotent.
-
-    Raises:
-        PatchError: the class or a method of it is not where it was; nothing was changed.
-    """
-    manager = MANAGERS[module.__name__]
-    owner = getattr(module, manager.name, None)
-    done = _applied.get(module.__name__)
-    if done is not None and done[0].owner is owner:
-        return
-    if not isinstance(owner, type):
-        raise PatchError(_moved(module, manager.name))
-    hooks: list[tuple[str, Callable[[Hook, str], Hook]]] = [("__init__", _constructor)]
-    hooks += [(name, _worker) for name in manager.workers]
-    hooks += [(name, _worker) for name in manager.optional if name in owner.__dict__]
-    patches = []
-    for name, make in hooks:
-        original = owner.__dict__.get(name)
-        if not callable(original):
-            raise PatchError(_moved(module, f"{manager.name}.{name}"))
-        patches.append(_Patch(owner, name, original, make(original, f"{manager.name}.{name}")))
-    for patch in patches:
-        setattr(patch.owner, patch.name, patch.ours)
-    _applied[module.__name__] = patches
-
-
-def _moved(module: ModuleType, what: str) -> str:
-    return (
-        f"SGLang {_version() or 'of unknown version'} has no {what} in {module.__name__}. SGLang works as it is; its "
-        "threads are bound by the hooks on nixl_agent and on new threads alone. Please report this version to ctxfix"
-    )
-
-
-def remove() -> None:
-    """Undo :func:`apply` everywhere. Idempotent. Threads that run already stay bound.
-
-    Raises:
-        PatchError: somebody wrapped a method after us; it stays, all others are undone.
-    """
-    stuck = []
-    for name, patches in list(_applied.items()):
-        for patch in patches:
-            if patch.owner.__dict__.get(patch.name) is patch.ours:
-                setattr(patch.owner, patch.name, patch.original)
-            else:
-                stuck.append(f"{name}.{patch.owner.__name__}.{patch.name}")
-        del _applied[name]
-    if stuck:
-        raise PatchError(
-            f"somebody wrapped {', '.join(stuck)} after ctxfix, so it cannot be taken out from under: remove the other "
-            "wrapper first. Everything else is undone"
-        )
-
-
-def status() -> dict[str, list[str]]:
-    """By patched module: the methods hooked."""
-    return {name: [f"{p.owner.__name__}.{p.name}" for p in patches] for name, patches in _applied.items()}
+_host = Host(
+    "SGLang",
+    [
+        _constructor(NIXL, "NixlKVManager.__init__"),
+        Hook(NIXL, "NixlKVManager.transfer_worker", _of_manager, thread=True),
+        # Ascend's manager is a subclass of Mooncake's and meets no CUDA.
+        _constructor(MOONCAKE, "MooncakeKVManager.__init__"),
+        Hook(MOONCAKE, "MooncakeKVManager.transfer_worker", _of_manager, thread=True),
+        # Before its workers came, mori posted on the scheduler's thread, which has the right context.
+        _constructor(MORI, "MoriKVManager.__init__"),
+        Hook(MORI, "MoriKVManager._transfer_worker", _of_manager, thread=True, optional=True),
+        Hook(MORI, "MoriKVManager._drain_worker", _of_manager, thread=True, optional=True),
+    ],
+)
+apply, remove, status = _host.apply, _host.remove, _host.status
 
 
 # ---- SGLang's plugin group -------------------------------------------------------------------------------------------
@@ -210,10 +123,3 @@ def plugin() -> None:
     _startup.install()
     if _startup.installed() and _startup.started_by == "import ctxfix":  # SGLang's loader has just imported us
         _startup.started_by = "SGLang plugin"
-
-
-def _version() -> str | None:
-    try:
-        return metadata.version("sglang")
-    except metadata.PackageNotFoundError:
-        return None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import glob
 import importlib
-import importlib.metadata
 import json
 import os
 import re
@@ -18,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
+from ctxfix._status import version_of
 from ctxfix.evidence import efa
 
 OK, NOTE, BAD, UNKNOWN = "ok", "note", "bad", "unknown"
@@ -50,10 +50,15 @@ class Surroundings:
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     root: str = "/"
     nvml: Any = None
-    version_of: Callable[[str], str | None] = lambda name: _version_of(name)
+    version_of: Callable[[str], str | None] = version_of
     libraries: Callable[[], list[Library]] = lambda: find_libraries(os.environ)
     status: Callable[[], dict[str, Any]] = lambda: _status()
     shm: Callable[[], os.statvfs_result] = lambda: os.statvfs("/dev/shm")
+    #: Memory in bytes, and CPUs.
+    host: Callable[[], tuple[int, int]] = lambda: (
+        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        os.sysconf("SC_NPROCESSORS_ONLN"),
+    )
 
     def path(self, *parts: str) -> str:
         """A path under the root."""
@@ -318,6 +323,7 @@ def gpus(around: Surroundings) -> Iterator[Finding]:
             yield Finding("peer access", OK, f"between all of {len(handles)} GPUs")
         for index, handle in enumerate(handles):
             yield from _gpu_modes(nvml, index, handle)
+        yield from _mapping_cache(around, max((nvml.nvmlDeviceGetMemoryInfo(h).total for h in handles), default=0))
     except Exception as error:  # noqa: BLE001
         yield Finding("GPUs", UNKNOWN, f"NVML could not say: {type(error).__name__}: {error}")
     finally:
@@ -344,6 +350,26 @@ def _gpu_modes(nvml: Any, index: int, handle: Any) -> Iterator[Finding]:
             "compute mode is EXCLUSIVE_PROCESS",
             "prefill and decode cannot share this GPU, and a stray context of one rank keeps another rank out",
             "nvidia-smi -c DEFAULT",
+        )
+
+
+def _mapping_cache(around: Surroundings, gpu_bytes: int) -> Iterator[Finding]:
+    """How much of its peers' GPU memory a receiver keeps mapped (libfabric 2.4.0 to its head after 2.6.0).
+
+    By default the host's memory over twice its CPUs (ofi_default_cache_size in util_mem_monitor.c). The IPC cache lets
+    the least recently used mapping go, so a KV pool larger than that misses for each of its layers, in every transfer.
+    """
+    given = around.environ.get("FI_MR_CACHE_MAX_SIZE", "").strip()
+    ram, cpus = around.host()
+    limit = int(given) if given.isdigit() and int(given) else ram // cpus // 2
+    if limit < gpu_bytes:
+        yield Finding(
+            "FI_MR_CACHE_MAX_SIZE",
+            NOTE,
+            f"a receiver keeps at most {limit / _GIB:.1f} GiB of its peers' GPU memory mapped, and a GPU here has "
+            f"{gpu_bytes / _GIB:.0f} GiB",
+            "each transfer of a KV pool larger than that opens and closes an IPC handle for each of its layers",
+            f"FI_MR_CACHE_MAX_SIZE={gpu_bytes}",
         )
 
 
@@ -458,13 +484,6 @@ def _has_cuda(path: str) -> bool:
             return b"cudaIpcGetMemHandle" in file.read()
     except OSError:
         return False
-
-
-def _version_of(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _status() -> dict[str, Any]:

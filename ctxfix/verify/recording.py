@@ -24,7 +24,16 @@ class Recording:
         return {**os.environ, "CTXFIX_RECORD": self.folder}
 
     def compared(self, sender: str, receiver: str, transfers: int, size: int, wrong: int = 0, stale: int = 0) -> None:
-        """Say that the test compared ``size`` bytes that agent ``sender`` wrote to agent ``receiver``."""
+        """Say that the test compared bytes that agent ``sender`` wrote to agent ``receiver``.
+
+        Args:
+            sender: the name of the NIXL agent that wrote.
+            receiver: the name of the agent whose memory was written.
+            transfers: how many transfers were compared.
+            size: bytes of all of them.
+            wrong: transfers that brought other bytes.
+            stale: transfers that were announced before their bytes were there.
+        """
         self._recorder.check(
             sender=sender, receiver=receiver, transfers=transfers, bytes=size, wrong=wrong, stale=stale
         )
@@ -38,7 +47,15 @@ class Recording:
         return run
 
     def judge(self, ranks: int | None = None, compared: bool = False) -> Judgement:
-        """The verdict. ``compared``: whether bytes must have been compared through :meth:`compared`, too."""
+        """The verdict up to now. Children must have ended, or be silent for a second.
+
+        Args:
+            ranks: how many ranks there must be; None: as many as the processes say.
+            compared: whether bytes must have been compared through :meth:`compared`, too.
+
+        Raises:
+            EvidenceError: nothing was recorded.
+        """
         return judge(self.run(), ranks, compared)
 
     def rows(self, ranks: int | None = None) -> list[dict[str, Any]]:
@@ -57,7 +74,11 @@ class Recording:
     # ---- assertions --------------------------------------------------------------------------------------------------
 
     def assert_cuda_ipc(self, ranks: int | None = None, compared: bool = False) -> None:
-        """Every direction of every rank went by CUDA IPC, and that is proven; ``ranks``: how many there must be."""
+        """Every direction of every rank went by CUDA IPC, and that is proven. Arguments as of :meth:`judge`.
+
+        Raises:
+            AssertionError: one is not; the message has the verdict of each, the reasons and what to do.
+        """
         judgement = self.judge(ranks, compared)
         bad = [row for row in judgement.rows if row.path is not Path.CUDA_IPC]
         if bad or judgement.code:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import html as html_module
 import json
 import os
+import stat
 import xml.etree.ElementTree as ET
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -77,6 +78,11 @@ def _cells(row: Row) -> list[str]:
 _HEADS = ["direction", "path", "bytes", "posts (descr.)", "failures", "contexts", "stray", "mean time", "of limit"]
 
 
+def printable(text: str) -> str:
+    """Without what steers a terminal: names and logs come from anywhere."""
+    return "".join(c if c == "\n" or c.isprintable() else "\ufffd" for c in text)
+
+
 def table(judgement: Judgement, title: str = "") -> RenderableType:
     """The verdict as a table, with reasons and cures below."""
     from rich import box
@@ -84,14 +90,22 @@ def table(judgement: Judgement, title: str = "") -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
+    def text(words: str, style: str = "") -> Text:
+        return Text(printable(words), style)
+
     parts: list[RenderableType] = []
     if judgement.rows:
-        shown = Table(box=box.SIMPLE_HEAD, title=title or None, title_justify="left", pad_edge=False)
+        shown = Table(
+            box=box.SIMPLE_HEAD,
+            title=text(title, "table.title") if title else None,
+            title_justify="left",
+            pad_edge=False,
+        )
         for head in _HEADS:
             right = head in ("bytes", "posts (descr.)", "failures", "mean time", "of limit")
             shown.add_column(head, justify="right" if right else "left", no_wrap=head in ("direction", "path"))
         for row in judgement.rows:
-            cells = [Text(cell) for cell in _cells(row)]
+            cells = [text(cell) for cell in _cells(row)]
             cells[1].stylize(_STYLES[row.path])
             if row.failures:
                 cells[4].stylize("red")
@@ -100,13 +114,13 @@ def table(judgement: Judgement, title: str = "") -> RenderableType:
     for row in judgement.rows:
         if row.good and not (row.notes or row.advice):
             continue
-        parts.append(Text(f"{row.name}: {row.path.value}", _STYLES[row.path]))
-        parts += [Text(f"  {reason}") for reason in [*(() if row.good else row.reasons), *row.notes]]
-        parts += [Text(f"  ⇒ {cure}", "bold") for cure in row.advice]
+        parts.append(text(f"{row.name}: {row.path.value}", _STYLES[row.path]))
+        parts += [text(f"  {reason}") for reason in [*(() if row.good else row.reasons), *row.notes]]
+        parts += [text(f"  ⇒ {cure}", "bold") for cure in row.advice]
     # Each process speaks in several rows.
-    parts += [Text(words, "dim") for words in dict.fromkeys(row.witness for row in judgement.rows if row.witness)]
-    parts += [Text(f"! {problem}", "yellow") for problem in judgement.problems]
-    parts.append(Text(judgement.reason, "green" if judgement.code == 0 else "red"))
+    parts += [text(words, "dim") for words in dict.fromkeys(row.witness for row in judgement.rows if row.witness)]
+    parts += [text(f"! {problem}", "yellow") for problem in judgement.problems]
+    parts.append(text(judgement.reason, "green" if judgement.code == 0 else "red"))
     return Group(*parts)
 
 
@@ -153,9 +167,19 @@ def _plain(text: str) -> str:
 
 
 def write(path: str, text: str) -> None:
-    """Write ``text`` to ``path``; raises EvidenceError if that fails."""
+    """Write ``text`` to ``path``; raises EvidenceError if that fails, or another user laid a file or link there.
+
+    Such a file would be that user's to change; such a link would choose what is overwritten.
+    """
     try:
-        with open(path, "w", encoding="utf-8", errors="replace") as file:
+        try:
+            opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        except FileExistsError:
+            there = os.lstat(path)
+            if there.st_uid not in (0, os.geteuid()) and (stat.S_ISREG(there.st_mode) or stat.S_ISLNK(there.st_mode)):
+                raise EvidenceError(f"{path} is there and belongs to another user: not written") from None
+            opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        with open(opened, "w", encoding="utf-8", errors="replace") as file:
             file.write(text)
     except OSError as error:
         raise EvidenceError(f"{path} cannot be written: {error.strerror or error}") from error

@@ -13,6 +13,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import select
 import shutil
 import subprocess
@@ -33,6 +34,15 @@ from ctxfix.verify.verdict import Judgement, judge
 _MODULES = ("nixl_cu13", "nixl_cu12")
 _TRANSFER_TIMEOUT = 30.0  # seconds, for one transfer
 _ENDING = 20.0  # seconds a process may take to end
+_NIXL_ERROR = re.compile(r"E\d{4} .*?\] (.+)")  # E1201 00:19:09.930210   22978 nixl_agent.cpp:458] registerMem: no …
+# What a worker process runs. Python puts the current folder first on the path of a program given by -c or -m, and
+# anybody may have laid modules there (/tmp): it is off before anything is imported. The package is the one that runs
+# this command; its folder is on the path only while the package is found, as in `ctxfix run`.
+_WORKER = (
+    "import sys; package = sys.argv.pop(); sys.path[:] = [package] + [entry for entry in sys.path if entry]; "
+    "import ctxfix; sys.path.remove(package); from ctxfix.verify.worker import main; sys.exit(main())"
+)
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
 @dataclass(frozen=True)
@@ -154,8 +164,10 @@ def _carry_out(options: argparse.Namespace, plan: Plan, folder: str) -> int:
     say(plan.seating())
     network = efa.read()
     if plan.backend == "LIBFABRIC" and not network["known"] and not plan.loopback:
-        say(f"No EFA here ({network['reason']}): unless NIXL's LIBFABRIC backend finds another fabric it cannot start. "
-            "--loopback LIB shows it libfabric's shm instead (integration/rig).")  # fmt: skip
+        say(
+            f"No EFA here ({network['reason']}): unless NIXL's LIBFABRIC backend finds another fabric it takes no GPU "
+            "memory (NIXL_ERR_NOT_FOUND). --loopback LIB shows it libfabric's shm instead (integration/rig)."
+        )
     modes = [True, False] if options.compare else [bool(options.without)]
     judgements: dict[bool, Judgement] = {}
     sizes = {shape.name: shape.bytes for shape in shapes.all_of(plan.size, plan.tokens)}
@@ -178,12 +190,13 @@ def _carry_out(options: argparse.Namespace, plan: Plan, folder: str) -> int:
     if not judgements:
         say(f"rank {plan.ranks[0]} is done; rank 0 judges")
         return 0
-    for disabled, judgement in judgements.items():
-        if disabled and options.compare and not quiet:
-            _print(judgement, "without ctxfix")
     last = judgements[modes[-1]]
+    # A run that could not be, for the same reason as the other, is not told twice.
+    both = options.compare and not quiet and (judgements[True].rows or judgements[True].reason != last.reason)
+    if both:
+        _print(judgements[True], "without ctxfix")
     show(options, last, "without ctxfix" if modes[-1] else "with ctxfix")
-    if options.compare and not quiet:
+    if both:
         _print_comparison(judgements[True], judgements[False])
     return last.code
 
@@ -203,11 +216,12 @@ def _judge(plan: Plan, folder: str, problems: list[str]) -> Judgement:
     if len(plan.ranks) < plan.world and len(final) < 2 * plan.world:
         problems = [*problems, f"{len(final)} of {2 * plan.world} processes ended in time, or the folder is not shared"]
     judgement = judge(run, ranks=plan.world)
+    if problems and not judgement.rows:  # said once
+        judgement.problems, judgement.reason = [], f"nothing was moved: {'; '.join(problems)}"
+        return judgement
     judgement.problems[:0] = problems
     if problems and not judgement.code:
         judgement.code, judgement.reason = 1, f"the workload did not run to its end: {problems[0]}"
-    if problems and not judgement.rows:
-        judgement.reason += f": {problems[0]}"
     return judgement
 
 
@@ -225,7 +239,7 @@ def run_once(plan: Plan, folder: str, disabled: bool, quiet: bool, times: Times)
 
     forms = shapes.all_of(plan.size, plan.tokens)
     total = 2 * plan.repeat * len(forms)
-    problems: list[str] = []
+    problems: dict[str, list[int]] = {}  # what went wrong -> on which ranks
     console = Console(file=sys.stderr, quiet=quiet)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
@@ -237,14 +251,17 @@ def run_once(plan: Plan, folder: str, disabled: bool, quiet: bool, times: Times)
                 try:
                     _run_pair(plan, rank, folder, disabled, forms, times, lambda: progress.advance(task))
                 except (CtxfixError, OSError) as error:
-                    problems.append(f"rank {rank}: {error}")
+                    problems.setdefault(str(error), []).append(rank)
 
             threads.append(threading.Thread(target=work, name=f"rank {rank}"))
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    return sorted(problems)
+    return sorted(
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}: {error}"
+        for error, ranks in problems.items()
+    )
 
 
 def _run_pair(
@@ -298,9 +315,10 @@ class Process:
         self.log = os.path.join(folder, f"{role}{rank}{merge.LOG_SUFFIX}")
         order_read, order_write = os.pipe()
         answer_read, answer_write = os.pipe()
-        with open(self.log, "ab") as log:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(self.log, flags, 0o600), "ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "ctxfix.verify.worker", str(order_read), str(answer_write)],
+                [sys.executable, "-c", _WORKER, str(order_read), str(answer_write), _PACKAGE],
                 env=environment(os.environ, folder, disabled, plan.loopback),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -374,7 +392,7 @@ class Process:
         line, _, self._pending = self._pending.partition(b"\n")
         value: dict[str, Any] = json.loads(line)
         if "error" in value:
-            raise VerifyError(f"{self.role}: {value['error']}{self._tail()}")
+            raise VerifyError(f"{self.role}: {value['error']}{self._said()}")
         return value
 
     def _dead(self) -> str:
@@ -385,12 +403,19 @@ class Process:
         return f"{self.role} died with exit code {code}{self._tail()}"
 
     def _tail(self) -> str:
+        return "".join(f"\n    {line}" for line in self._logged()[-6:])
+
+    def _said(self) -> str:
+        """NIXL's own last error, which its exceptions do not tell."""
+        said = [found[1] for found in map(_NIXL_ERROR.match, self._logged()) if found]
+        return f" ({said[-1]})" if said else ""
+
+    def _logged(self) -> list[str]:
         try:
             with open(self.log, "rb") as log:
-                lines = log.read()[-2000:].decode(errors="replace").strip().splitlines()[-6:]
+                return log.read()[-4000:].decode(errors="replace").strip().splitlines()
         except OSError:
-            return ""
-        return "".join(f"\n    {line}" for line in lines)
+            return []
 
 
 def environment(environ: Any, folder: str, disabled: bool, loopback: str | None) -> dict[str, str]:
@@ -408,9 +433,6 @@ def environment(environ: Any, folder: str, disabled: bool, loopback: str | None)
         if loopback not in before.split(os.pathsep):
             result["LD_PRELOAD"] = os.pathsep.join(filter(None, (loopback, before)))
         result.setdefault("RIG_HMEM", "keep")
-    # The checkout or installation that runs this command, also where the current folder has another.
-    package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    result["PYTHONPATH"] = os.pathsep.join(filter(None, (package, result.get("PYTHONPATH", ""))))
     return result
 
 

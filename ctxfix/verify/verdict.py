@@ -28,10 +28,15 @@ _NIC_SLACK = 1 << 20
 class Path(str, Enum):
     """The way a transfer's bytes took."""
 
+    #: One copy from GPU to GPU, proven.
     CUDA_IPC = "CUDA_IPC"
+    #: In pieces through host memory.
     SAR = "SAR"
+    #: Through the network device, by its own counters.
     NIC = "NIC"
+    #: Another way, as within one process, of host memory, or by another backend.
     OTHER = "OTHER"
+    #: Nothing that is proven.
     UNPROVEN = "UNPROVEN"
 
 
@@ -43,31 +48,48 @@ GOOD = frozenset({Path.CUDA_IPC, Path.NIC})
 class Row:
     """The verdict for one direction of one rank, with what it rests on."""
 
+    #: Of the process that posts, as "prefill", "decode" or what it declared.
     role: str
+    #: None where the process does not know.
     rank: int | None
+    #: Who says so.
     rank_source: str
+    #: Of the process whose memory is touched.
     peer_role: str
     peer_rank: int | None
+    #: WRITE or READ.
     operation: str
     path: Path
+    #: What the path rests on, or why nothing is proven.
     reasons: list[str]
+    #: What to do about a bad verdict, the first thing first.
     advice: list[str] = field(default_factory=list)
     host: str = ""
     pid: int = 0
+    #: Ordinal of the GPU whose memory was posted; None where there are several, or it is unknown.
     device: int | None = None
     bytes: int = 0
+    #: Transfers posted, and the descriptors in them.
     posts: int = 0
     descriptors: int = 0
+    #: libfabric's CUDA calls that failed on both ends, and transfers that NIXL reported as failed.
     failures: int = 0
+    #: How many posts reached NIXL in which context ("right", "wrong", "none").
     contexts: dict[str, int] = field(default_factory=dict)
+    #: GPUs on which the poster has a context and no memory; None where that is unknown.
     stray: list[int] | None = None
+    #: The same of its peer.
     peer_stray: list[int] | None = None
+    #: Milliseconds of a transfer, from its post until NIXL said DONE.
     mean_ms: float | None = None
     best_ms: float | None = None
+    #: Bytes a second as a share of a plain copy within the same GPU.
     share: float | None = None
+    #: Whether the application compared the bytes.
     compared: bool = False
+    #: What else there is to say.
     notes: list[str] = field(default_factory=list)
-    #: What the second witness, the GPU itself, has to say; "": nobody asked.
+    #: What the second witness, the GPU itself, has to say; empty if nobody asked.
     witness: str = ""
 
     @property
@@ -85,11 +107,15 @@ class Row:
 class Judgement:
     """The verdict on a run."""
 
+    #: One for each direction of each rank, and for each rank that should be there and is not.
     rows: list[Row]
+    #: What is wrong with the records as a whole.
     problems: list[str]
+    #: 0 every rank is proven, 1 one is not, 2 there was nothing to judge.
     code: int
+    #: Why that code.
     reason: str
-    #: Of a verification: for each direction and shape the time of every transfer, from its post until NIXL said DONE.
+    #: For each direction and shape of a verification the time of every transfer, from its post until NIXL said DONE.
     times: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -131,8 +157,8 @@ def judge(run: Run, ranks: int | None = None, compared: bool = True) -> Judgemen
     related = _Related(directions)
     rows = [_row(direction, related, compared) for direction in directions]
     _claimed_twice(rows, directions)
-    rows += _missing(rows, run, ranks)
-    _unranked(rows, directions, ranks)
+    unranked = _unranked(rows, directions, ranks)
+    rows += _missing(rows, run, ranks, unranked)
     _rank_zero_alone(rows)
     for row in rows:
         row.advice = advice(row)
@@ -187,12 +213,12 @@ def _claimed_twice(rows: list[Row], directions: list[_Direction]) -> None:
             _doubt(row, f"rank {row.rank} is claimed by {len(files)} processes ({', '.join(sorted(files))}): two runs?")
 
 
-def _missing(rows: list[Row], run: Run, ranks: int | None) -> list[Row]:
-    """A row for each rank that must be there and posted nothing."""
+def _missing(rows: list[Row], run: Run, ranks: int | None, unranked: set[str]) -> list[Row]:
+    """A row for each rank that must be there and posted nothing; not in roles of which a process may be any rank."""
     result = []
     roles = {row.role for row in rows}
     # In a run whose roles all post (both directions), each role must have all its ranks.
-    for role in sorted(roles):
+    for role in sorted(roles - unranked):
         seen = {row.rank for row in rows if row.role == role and row.rank is not None}
         worlds = {p.identity.world for p in run.processes if p.identity.role == role and p.identity.world}
         number = ranks if ranks is not None else max(worlds, default=max(seen, default=-1) + 1)
@@ -209,15 +235,27 @@ def _missing(rows: list[Row], run: Run, ranks: int | None) -> list[Row]:
     return result
 
 
-def _unranked(rows: list[Row], directions: list[_Direction], ranks: int | None) -> None:
-    """Processes that do not know their rank are taken for all ranks only if there are as many as were asked for."""
-    unranked = {direction.poster.file for direction in directions if direction.poster.identity.rank is None}
-    if unranked and len(unranked) == ranks:
-        return
-    for row in rows:
-        if row.rank is None:
-            _doubt(row, "this process does not know its rank, so nobody can say that all ranks were seen: set RANK and "
-                        "WORLD_SIZE as torchrun does, or give --ranks N")  # fmt: skip
+def _unranked(rows: list[Row], directions: list[_Direction], ranks: int | None) -> set[str]:
+    """The roles of processes that do not know their rank.
+
+    These are taken for the ranks that are not seen, if all together are as many as were asked for.
+    """
+    files: defaultdict[str, set[str]] = defaultdict(set)
+    for direction in directions:
+        if direction.poster.identity.rank is None:
+            files[direction.poster.identity.role].add(direction.poster.file)
+    for role, unknown in files.items():
+        seen = {row.rank for row in rows if row.role == role and row.rank is not None and row.rank < (ranks or 0)}
+        posters = len(seen) + len(unknown)
+        if posters == ranks:
+            continue
+        because = (
+            "nobody can say that all ranks were seen" if ranks is None else f"{posters} processes posted, not {ranks}"
+        )
+        for row in rows:
+            if row.role == role and row.rank is None:
+                _doubt(row, f"this process does not know its rank, and {because}")
+    return set(files)
 
 
 def _rank_zero_alone(rows: list[Row]) -> None:
@@ -625,6 +663,12 @@ def advice(row: Row) -> list[str]:
         )
     if "rank 0 alone" in text or "there is no record of it" in text:
         result.append("Run at least two ranks, and record all of them.")
+    if "does not know its rank, and nobody" in text:
+        result.append("Give --ranks N, or set RANK and WORLD_SIZE in each process as torchrun does.")
+    elif "does not know its rank" in text:
+        result.append(
+            "Record all ranks of one run and nothing else, or set RANK and WORLD_SIZE in each process as torchrun does."
+        )
     if "claimed by" in text or "several runs" in text:
         result.append("Use an empty folder for each run.")
     return result or ["See the reasons above; `ctxfix doctor` names what in this machine decides the path."]

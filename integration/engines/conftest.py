@@ -12,7 +12,8 @@ import pytest
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent / "rig")]
 
-from rig import MissingSystemPackage, Rig  # noqa: E402
+from missing import or_skip  # noqa: E402
+from rig import Rig  # noqa: E402
 
 from ctxfix import native  # noqa: E402
 
@@ -21,9 +22,4 @@ from ctxfix import native  # noqa: E402
 def rig() -> Rig:
     if not native.available() and os.environ.get("CI") != "true":
         pytest.skip(f"the C extension is not there: {native.reason()}")
-    try:
-        return Rig.driver_only()
-    except MissingSystemPackage as reason:
-        if os.environ.get("CI") == "true":
-            raise
-        pytest.skip(str(reason))
+    return or_skip(Rig.driver_only)

@@ -84,7 +84,7 @@ class Bench:
         self.folder = folder
         self.name = f"NIXL {version_of(self.nixl)}, {self.libfabric.name}"
         self.libraries = library_folder(self.libfabric)
-        self.preload = build_fabric(self.libfabric, folder)
+        self.preload = getattr(a, "preload", None) or build_fabric(self.libfabric, folder)
         self.abi = fabric_abi(self.nixl)
 
     def environment(self, ctxfix: bool, counts: Path) -> dict[str, str]:

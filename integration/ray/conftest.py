@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -12,19 +11,15 @@ import pytest
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[1] / "rig")]
 
 import host_environments  # noqa: E402
-from rig import MissingSystemPackage, Rig  # noqa: E402
+from missing import or_skip  # noqa: E402
+from rig import Rig  # noqa: E402
 
 RAY = "2.60.0"
 
 
 @pytest.fixture(scope="session")
 def rig() -> Rig:
-    try:
-        return Rig.prepare()
-    except MissingSystemPackage as reason:
-        if os.environ.get("CI") == "true":
-            raise
-        pytest.skip(str(reason))
+    return or_skip(Rig.prepare)
 
 
 @pytest.fixture(scope="session")

@@ -81,8 +81,8 @@ def receive(source: Any, sink: Any, how: str) -> dict[str, Any]:
     return report
 
 
-def run(scenarios: list[tuple[str, str]], nbytes: int) -> None:
-    source = ray.remote(actors.Source).options(**OPTIONS, num_gpus=1).remote(nbytes)
+def run(scenarios: list[tuple[str, str]], nbytes: int, keep: bool) -> None:
+    source = ray.remote(actors.Source).options(**OPTIONS, num_gpus=1).remote(nbytes, keep)
     for name, group in itertools.groupby(scenarios, lambda scenario: scenario[0]):
         sink = new_sink(WHERE[name])
         for _, how in group:
@@ -109,6 +109,7 @@ def main() -> int:
     )
     parser.add_argument("--size", type=int, default=1 << 20)
     parser.add_argument("--gpus", type=int, default=4, help="in the machine")
+    parser.add_argument("--keep", action="store_true", help="the sender's memory stays registered")
     options = parser.parse_args()
     hook = os.environ.get("RDT_SETUP_HOOK")
     with tempfile.TemporaryDirectory(prefix="rdt", dir="/tmp") as folder:  # Ray's sockets need a short path
@@ -122,7 +123,7 @@ def main() -> int:
             _temp_dir=folder,
         )
         try:
-            run([tuple(scenario.split(":")) for scenario in options.scenarios], options.size)
+            run([tuple(scenario.split(":")) for scenario in options.scenarios], options.size, options.keep)
         finally:
             ray.shutdown()
     return 0

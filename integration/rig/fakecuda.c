@@ -336,11 +336,13 @@ static const char *error_name(CUresult error)
     case CUDA_ERROR_INVALID_CONTEXT: return "CUDA_ERROR_INVALID_CONTEXT";
     case CUDA_ERROR_INVALID_HANDLE: return "CUDA_ERROR_INVALID_HANDLE";
     case CUDA_ERROR_NOT_FOUND: return "CUDA_ERROR_NOT_FOUND";
+    case CUDA_ERROR_ILLEGAL_ADDRESS: return "CUDA_ERROR_ILLEGAL_ADDRESS";
     case CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED: return "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED";
     case CUDA_ERROR_PEER_ACCESS_NOT_ENABLED: return "CUDA_ERROR_PEER_ACCESS_NOT_ENABLED";
     case CUDA_ERROR_CONTEXT_IS_DESTROYED: return "CUDA_ERROR_CONTEXT_IS_DESTROYED";
     case CUDA_ERROR_NOT_SUPPORTED: return "CUDA_ERROR_NOT_SUPPORTED";
-    default: return "CUDA_ERROR_UNKNOWN";
+    case CUDA_ERROR_UNKNOWN: return "CUDA_ERROR_UNKNOWN";
+    default: return NULL;
     }
 }
 
@@ -348,14 +350,14 @@ API CUresult cuGetErrorName(CUresult error, const char **name)
 {
     CALL_ANYTIME();
     *name = error_name(error);
-    return CUDA_SUCCESS;
+    return *name ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
 API CUresult cuGetErrorString(CUresult error, const char **text)
 {
     CALL_ANYTIME();
     *text = error_name(error);
-    return CUDA_SUCCESS;
+    return *text ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
 /* Symbols whose newer versions take other arguments, newest first; everything else is NAME_v2 or NAME. */

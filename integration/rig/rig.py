@@ -90,22 +90,37 @@ def read_posts(path: Path) -> list[Post]:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How a run of transfer.py went: what the program said, and what the fabric saw."""
+class Run:
+    """How a run of a program on the rig went: what it said, and what the fabric saw."""
 
-    result: dict[str, Any]  # the program's JSON line
+    said: list[dict[str, Any]]  # the program's lines of JSON
     records: list[Post]
     log: Path  # all the program's output
 
     @property
+    def result(self) -> dict[str, Any]:
+        """The last of its lines."""
+        return self.said[-1]
+
+    @property
+    def posts(self) -> list[Post]:
+        """The transfers that the fabric took."""
+        return [record for record in self.records if record.is_post]
+
+
+@dataclass(frozen=True)
+class Outcome(Run):
+    """How a run of transfer.py went."""
+
+    @property
     def verdicts(self) -> Counter[str]:
         """Count the posts by verdict."""
-        return Counter(post.verdict for post in self.records if post.is_post)
+        return Counter(post.verdict for post in self.posts)
 
     @property
     def progress_gpus(self) -> set[int | None]:
         """In which GPUs' contexts NIXL's own threads, on both ends, took completions; None: in no context."""
-        posting = {post.tid for post in self.records if post.is_post}
+        posting = {post.tid for post in self.posts}
         return {post.current for post in self.records if post.op == "completion" and post.tid not in posting}
 
     @property
@@ -182,32 +197,51 @@ class Rig:
         env.update(extra)
         return env
 
-    def transfer(
-        self, nixl: str, mode: str, *options: str, name: str | None = None, deadline: float = 40, **extra: str
-    ) -> Outcome:
-        """Run transfer.py once; `name` names its log in .rig/runs/, `extra` goes into its environment."""
+    def run(
+        self,
+        name: str,
+        command: Sequence[str],
+        env: dict[str, str],
+        seconds: float,
+        said: str,
+        cwd: Path | None = None,
+    ) -> Run:
+        """Run a program, its output and its posts in .rig/runs/; `said` is what its lines of JSON begin with.
+
+        After `seconds` all of its processes are killed, and its log says so.
+        """
         runs = self.root / "runs"
         runs.mkdir(exist_ok=True)
-        log = runs / f"{name or f'{mode}-{nixl}'}-{os.getpid()}.log"
+        log = runs / f"{name}-{os.getpid()}.log"
         posts = log.with_suffix(".jsonl")
         posts.unlink(missing_ok=True)
-        command = [sys.executable, str(HERE / "transfer.py"), mode, "--deadline", str(deadline), *options]
+        env = {**env, "RIG_POSTS": str(posts)}
         with log.open("w") as out:
-            env = self.env(nixl, posts=posts, **extra)
-            process = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
-            # transfer.py kills its children at the deadline. Should it hang itself, or should we be
-            # interrupted, all of them go: NIXL tries again for ever when its peer is dead.
+            process = subprocess.Popen(
+                command, env=env, cwd=cwd, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            # Should it hang, or should we be interrupted, all of them go: NIXL tries again for ever when its peer is
+            # dead.
             try:
-                process.wait(deadline + 20)
+                process.wait(seconds)
             except subprocess.TimeoutExpired:
-                out.write(f"\nno end after {deadline + 20} s\n")
+                out.write(f"\nno end after {seconds} s\n")
             finally:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
-        said = [line for line in log.read_text(errors="replace").splitlines() if line.startswith('{"mode"')]
-        failed = {"mode": mode, "state": "CRASH", "data_ok": False, "error": f"no result, see {log}"}
-        return Outcome(json.loads(said[-1]) if said else failed, read_posts(posts), log)
+        lines = log.read_text(errors="replace").splitlines()
+        return Run([json.loads(line) for line in lines if line.startswith(said)], read_posts(posts), log)
+
+    def transfer(
+        self, nixl: str, mode: str, *options: str, name: str | None = None, deadline: float = 40, **extra: str
+    ) -> Outcome:
+        """Run transfer.py once; `name` names its log, `extra` goes into its environment."""
+        command = [sys.executable, str(HERE / "transfer.py"), mode, "--deadline", str(deadline), *options]
+        # transfer.py kills its children at the deadline itself.
+        run = self.run(name or f"{mode}-{nixl}", command, self.env(nixl, **extra), deadline + 20, '{"mode"')
+        failed = {"mode": mode, "state": "CRASH", "data_ok": False, "error": f"no result, see {run.log}"}
+        return Outcome(run.said or [failed], run.records, run.log)
 
 
 def _prepend(env: dict[str, str], name: str, paths: Sequence[Path]) -> None:

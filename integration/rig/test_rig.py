@@ -53,7 +53,7 @@ def test_progress_threads_have_no_context(rig: Rig, version: str) -> None:
     """The receiver's fault, open in both versions: nobody gives NIXL's own thread a context."""
     outcome = rig.transfer(version, "main", name=f"self-progress-{version}", CTXFIX_DISABLE="1")
     completions = [post for post in outcome.records if post.op == "completion"]
-    posting = {post.tid for post in outcome.records if post.is_post}
+    posting = {post.tid for post in outcome.posts}
     assert {post.verdict for post in completions if post.tid not in posting} == {"none"}
 
 
@@ -67,7 +67,7 @@ def test_forkserver_children_show_it_too(rig: Rig) -> None:
 def test_every_transfer_is_recorded(rig: Rig) -> None:
     options = ("--transfers", "5", "--size", "65536")
     outcome = rig.transfer("1.1.0", "thread", *options, name="self-five", CTXFIX_DISABLE="1")
-    posts = [post for post in outcome.records if post.is_post]
+    posts = outcome.posts
     assert [post.len for post in posts] == [65536] * 5
     assert {(post.owner, post.current) for post in posts} == {(1, None)}
 

@@ -22,11 +22,6 @@ needs_cuda_libfabric = pytest.mark.skipif(
 SMALL = ("--size", "65536", "--tokens", "2", "--repeat", "1", "--timeout", "100")
 
 
-@pytest.fixture(scope="module")
-def rig() -> Rig:
-    return Rig.prepare()
-
-
 def with_cuda(rig: Rig, tmp_path: Path) -> Rig:
     """The rig with the libfabric that speaks CUDA, and the name by which that looks for the runtime."""
     folder = tmp_path / "libfabric"
@@ -142,6 +137,29 @@ def test_what_cannot_be_counted_is_not_proven(rig: Rig, tmp_path: Path, nixl: st
     assert all(row["compared"] and row["posts"] == 3 for row in judgement["rows"])
 
 
+# Loaded by every Python of the run; it sees all that Python code asks of the network.
+GUARD = """
+import sys
+def refuse(event, arguments):
+    if event.startswith("socket.") and event != "socket.gethostname":
+        with open({told!r}, "a") as file:
+            file.write(f"{{event}} {{arguments}}\\n")
+sys.addaudithook(refuse)
+open({told!r} + ".on", "a").write("x")
+"""
+
+
+def test_no_network(rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole of a verification, records and report and all: nothing of it opens a socket."""
+    (tmp_path / "guard").mkdir()
+    (tmp_path / "guard" / "sitecustomize.py").write_text(GUARD.format(told=str(tmp_path / "told")))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "guard"))
+    code, judgement, stderr = verify(rig, tmp_path, "1.4.0", cuda=False)
+    assert (code, len(judgement["rows"])) == (1, 4), stderr  # this libfabric counts nothing
+    assert (tmp_path / "told.on").read_text() == "x" * 5, "the command and its four workers"
+    assert not (tmp_path / "told").exists(), (tmp_path / "told").read_text()
+
+
 def test_what_stops_it_is_said(rig: Rig, tmp_path: Path) -> None:
     code, _, stderr = verify(rig, tmp_path, "1.1.0", cuda=False, FAKECUDA_NDEV="0")
     assert (code, "no GPU" in stderr) == (2, True)
@@ -152,6 +170,22 @@ def test_what_stops_it_is_said(rig: Rig, tmp_path: Path) -> None:
     assert (code, "prefill" in judgement["reason"]) == (2, True)
     code, _, stderr = verify(rig, tmp_path, "1.1.0", cuda=False, RANK="1", WORLD_SIZE="2")
     assert (code, "--record" in stderr) == (2, True)
+
+
+@pytest.mark.parametrize("nixl", ["1.1.0", "1.4.0"])
+def test_without_a_fabric_it_says_so_once(rig: Rig, tmp_path: Path, nixl: str) -> None:
+    """Of two ranks, with ctxfix and without: NIXL's error, with NIXL's own reason and no traceback."""
+    done = subprocess.run(
+        [sys.executable, "-m", "ctxfix", "verify", *SMALL, "--compare"],
+        env=rig.env(nixl, TMPDIR=str(tmp_path), LD_PRELOAD=""),
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 2 and "No EFA here" in said and "Traceback" not in said and 'File "' not in said
+    reason = "nixlNotFoundError: NIXL_ERR_NOT_FOUND (registerMem: no available backends for mem type 'VRAM_SEG')"
+    assert said.count(f"nothing was moved: ranks 0, 1: prefill: {reason}") == said.count("nixlNotFoundError") == 1
 
 
 def test_one_gpu_is_shared(rig: Rig, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(HERE.parent / "rig")]
 
 from environment import Environment  # noqa: E402
-from rig import MissingSystemPackage  # noqa: E402
+from missing import or_skip  # noqa: E402
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -27,17 +26,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def environment() -> Callable[[str], Environment]:
-    """The environment of one SGLang, by its version. A machine may lack a system package; CI may not."""
+    """The environment of one SGLang, by its version."""
     made: dict[str, Environment] = {}
 
     def prepared(sglang: str) -> Environment:
-        try:
-            if sglang not in made:
-                made[sglang] = Environment.prepare(sglang)
-        except MissingSystemPackage as reason:
-            if os.environ.get("CI") == "true":
-                pytest.fail(str(reason), pytrace=False)
-            pytest.skip(str(reason))
+        if sglang not in made:
+            made[sglang] = or_skip(lambda: Environment.prepare(sglang))
         return made[sglang]
 
     return prepared

@@ -11,9 +11,6 @@ requirements.txt (about 2.5 GB), one for each SGLang with what only that release
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -21,12 +18,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "rig"))
 
-from rig import Post, Rig, RigError, _cached, _one_at_a_time, _prepend, _unpack, read_posts  # noqa: E402
+from rig import Rig, RigError, Run, _cached, _one_at_a_time, _prepend, _unpack  # noqa: E402
 
 REQUIREMENTS = HERE / "requirements.txt"
 #: Its operators are made for a torch with CUDA; SGLang imports it, and calls none of them here.
@@ -41,12 +37,8 @@ NATIVE = "native"
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How a run of kv_transfer.py went: what the program said, and what the fabric saw."""
-
-    result: dict[str, Any]  # the program's JSON line
-    records: list[Post]
-    log: Path  # all the program's output
+class Outcome(Run):
+    """How a run of kv_transfer.py went."""
 
     @property
     def done(self) -> bool:
@@ -106,9 +98,9 @@ class Environment:
             modules = tuple(_cached(rig.root / name, make) for name, make in parts.items())
         return cls(sglang, nixl, rig, modules)
 
-    def env(self, *, posts: Path | None = None, paths: tuple[Path, ...] = (), **extra: str) -> dict[str, str]:
+    def env(self, *, paths: tuple[Path, ...] = (), **extra: str) -> dict[str, str]:
         """Return the complete environment for a child process; `paths` come first on its PYTHONPATH."""
-        env = self.rig.env(self.nixl, posts=posts, torch_stub=False, **extra)
+        env = self.rig.env(self.nixl, torch_stub=False, **extra)
         for name in [name for name in env if name.startswith("SGLANG_") and name not in extra]:
             del env[name]  # whatever the caller's shell happens to have
         env.pop("PYTHONDONTWRITEBYTECODE", None)  # SGLang and torch take 20 s to compile
@@ -118,28 +110,13 @@ class Environment:
     def transfer(
         self, *options: str, name: str = "transfer", deadline: float = 90, paths: tuple[Path, ...] = (), **extra: str
     ) -> Outcome:
-        """Run kv_transfer.py once; `name` names its log in .rig/runs/, `extra` goes into its environment."""
-        runs = self.rig.root / "runs"
-        runs.mkdir(exist_ok=True)
-        log = runs / f"sglang-{self.sglang}-{name}-{os.getpid()}.log"
-        posts = log.with_suffix(".jsonl")
-        posts.unlink(missing_ok=True)
+        """Run kv_transfer.py once; `name` names its log, `extra` goes into its environment."""
         command = [sys.executable, str(HERE / "kv_transfer.py"), "--deadline", str(deadline)]
         command += ["--start-method", "forkserver", *options]
-        with log.open("w") as out:
-            env = self.env(posts=posts, paths=paths, **extra)
-            process = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
-            try:
-                process.wait(deadline + 20)
-            except subprocess.TimeoutExpired:
-                out.write(f"\nno end after {deadline + 20} s\n")
-            finally:
-                if process.poll() is None:  # NIXL tries again for ever when its peer is dead: all of them go
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
-        said = [line for line in log.read_text(errors="replace").splitlines() if line.startswith('{"ranks"')]
-        failed = {"ranks": {}, "data_ok": False, "error": f"no result, see {log}"}
-        return Outcome(json.loads(said[-1]) if said else failed, read_posts(posts), log)
+        env = self.env(paths=paths, **extra)
+        run = self.rig.run(f"sglang-{self.sglang}-{name}", command, env, deadline + 20, '{"ranks"')
+        failed = {"ranks": {}, "data_ok": False, "error": f"no result, see {run.log}"}
+        return Outcome(run.said or [failed], run.records, run.log)
 
 
 def _base(to: Path, report: Callable[[str], None]) -> None:

@@ -29,11 +29,15 @@ sys.path.insert(0, str(HERE.parent / "gpu"))
 
 from run import build_fabric, fabric_abi, library_folder, machine, version_of  # noqa: E402
 
-#: What is compared: name -> (options of kv_transfer.py, whether ctxfix is on).
-COLUMNS = {
-    "as shipped": ((), False),
-    "set_device": (("--set-device",), False),
-    "ctxfix": ((), True),
+#: libfabric's receiver keeps by default so little of its peers' memory mapped (RAM / CPUs / 2) that a KV pool is mapped
+#: anew for each request: "+ cache" lets it keep a GPU's worth.
+CACHE = {"FI_MR_CACHE_MAX_SIZE": str(160 << 30)}
+#: What is compared: name -> (options of kv_transfer.py, whether ctxfix is on, more variables).
+COLUMNS: dict[str, tuple[tuple[str, ...], bool, dict[str, str]]] = {
+    "as shipped": ((), False, {}),
+    "set_device": (("--set-device",), False, {}),
+    "ctxfix": ((), True, {}),
+    "ctxfix + cache": ((), True, CACHE),
 }
 PHASES = ("1/s", "back to back")
 #: Lines of libfabric's log, by what they say. The first comes once a process, the second for each descriptor.
@@ -86,7 +90,7 @@ class Bench:
 
     def run(self, column: str) -> dict[str, Any]:
         """Run the load once and gather what its ranks, the fabric and libfabric's log say."""
-        more, ctxfix = COLUMNS[column]
+        more, ctxfix, variables = COLUMNS[column]
         options = self.options
         with tempfile.TemporaryDirectory(dir=self.folder) as logs:
             command = [sys.executable, str(HERE / "kv_transfer.py"), "--logs", logs, *more]
@@ -101,7 +105,7 @@ class Bench:
             try:
                 done = subprocess.run(
                     [*launcher, *command],
-                    env=self.environment(ctxfix, Path(logs) / "counts"),
+                    env={**self.environment(ctxfix, Path(logs) / "counts"), **variables},
                     capture_output=True,
                     text=True,
                     timeout=options.limit + 60,
@@ -129,11 +133,18 @@ class Bench:
         counts = logs / f"counts.{rank['pid']}"
         rank["fabric"] = json.loads(counts.read_text()) if counts.exists() else {}
         rank["transfer"] = {phase: summary(times) for phase, times in zip(PHASES, rank["milliseconds"], strict=True)}
+        # A request's KV cache alone, from its post to its completion; the other transfers are of metadata.
+        moved = [transfer for transfer in rank.pop("transfers") if transfer[0] > 1]
+        first = len(rank["milliseconds"][0])
+        rank["kv"] = {
+            phase: summary([ms for *_, ms in part])
+            for phase, part in zip(PHASES, (moved[:first], moved[first:]), strict=True)
+        }
 
 
 def lines(result: dict[str, Any]) -> list[str]:
     """A row for each rank of a run."""
-    head = f"{result.get('sglang', ''):13} NIXL {result['nixl']:6} {result['column']:11}"
+    head = f"{result.get('sglang', ''):13} NIXL {result['nixl']:6} {result['column']:14}"
     if result["error"]:
         return [f"{head} FAILED: {str(result['error']).strip().splitlines()[-1]}"]
     idle, last = result["used_mib_before"], [rank["used_mib_last"] for rank in result["ranks"].values()]
@@ -143,10 +154,12 @@ def lines(result: dict[str, Any]) -> list[str]:
         times = "  ".join(
             f"{phase} {t['mean']:8.2f} {t['p50']:8.2f} {t['p99']:8.2f}" for phase, t in rank["transfer"].items()
         )
+        kv = "  ".join(f"{t['p50']:8.2f}" for t in rank["kv"].values())
         stray = [device for device in rank["contexts"] if device != rank["gpu"]]
         rows.append(
-            f"{head} {name:9} GPU {rank['gpu']}  ms mean/p50/p99: {times}  log {rank['log']}  fabric {rank['fabric']}"
-            f"  contexts on other GPUs {stray}  early {len(rank['early'])}  wrong {len(rank['wrong'])}"
+            f"{head} {name:9} GPU {rank['gpu']}  ms mean/p50/p99: {times}  KV p50 {kv}  log {rank['log']}"
+            f"  fabric {rank['fabric']}  contexts on other GPUs {stray}"
+            f"  early {len(rank['early'])}  wrong {len(rank['wrong'])}"
         )
     return [*rows, f"{head} {grown}"] if grown else rows
 
@@ -164,7 +177,9 @@ def main() -> None:
     parser.add_argument("--start-method", choices=("spawn", "forkserver"), default="spawn")
     parser.add_argument("--layers", type=int, default=27)
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--runs", type=int, default=12, help="of neighbouring slots; 12 make about the article's posts")
+    parser.add_argument(
+        "--runs", type=int, default=6, help="of neighbouring slots; 6 make 324 posts, the article counted 321"
+    )
     parser.add_argument("--rate", type=float, default=1)
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--requests", type=int, default=20, help="that follow one another")

@@ -4,8 +4,8 @@
 Each rank is a process of its own, prefill and decode, with its KV cache on its GPU. Requests pass as in a server: the
 decode rank learns of the prefill rank from the bootstrap server, registers with it and names the slots; the prefill
 rank sends. First requests arrive at random (--rate, --seconds), then one follows another (--requests). At the end one
-line of JSON tells of each rank which threads it had, how long each request took, and which bytes are wrong; the exit
-status is 0 if none are.
+line of JSON tells of each rank which threads it had, how long each request and each of its NIXL transfers took, and
+which bytes are wrong; the exit status is 0 if none are.
 """
 
 from __future__ import annotations
@@ -41,12 +41,15 @@ def arrivals(options: argparse.Namespace) -> list[list[float | None]]:
     return [phases, [None] * options.requests]
 
 
-def slots_of(request: int, tokens: int, runs: int, reverse: bool) -> Any:
-    """The slots of a request's tokens, in several runs, as an allocator that has been in use hands them out."""
+def slots_of(request: int, tokens: int, gaps: int, runs: int, reverse: bool) -> Any:
+    """The slots of a request's tokens, in several runs, as an allocator that has been in use hands them out.
+
+    Decode has one run more than prefill, whose ends are others: n and n + 1 runs make 2n pieces.
+    """
     import numpy
 
     parts = numpy.array_split(numpy.arange(tokens, dtype=numpy.int32), runs)
-    parts = [part + request * (tokens + runs) + index for index, part in enumerate(parts)]
+    parts = [part + request * (tokens + gaps + 1) + index for index, part in enumerate(parts)]
     return numpy.concatenate(parts[::-1] if reverse else parts)
 
 
@@ -61,10 +64,11 @@ class Rank:
         self.prefill = place.mode == "prefill"
         self.schedule = arrivals(options)
         count = sum(map(len, self.schedule))
-        slots = count * (options.tokens + options.runs)
+        slots = count * (options.tokens + options.runs + 1)
         self.memory = memory.KINDS[options.memory](gpu, options.layers, slots, filled=self.prefill)
-        self.slots = [slots_of(i, options.tokens, options.runs, reverse=not self.prefill) for i in range(count)]
-        sent = [slots_of(i, options.tokens, options.runs, reverse=False) for i in range(count)]
+        prefill = [slots_of(i, options.tokens, options.runs, options.runs, reverse=False) for i in range(count)]
+        decode = [slots_of(i, options.tokens, options.runs, options.runs + 1, reverse=True) for i in range(count)]
+        self.slots, sent = prefill if self.prefill else decode, prefill
         self.expected = [] if self.prefill else self.memory.expected(sent)
         self.aux = ctypes.create_string_buffer(
             b"m" * (AUX_SLOTS * AUX_BYTES) if self.prefill else b"", AUX_SLOTS * AUX_BYTES
@@ -75,6 +79,7 @@ class Rank:
             self.memory.addresses, slots, memory.SLOT_BYTES, ctypes.addressof(self.aux), AUX_SLOTS, AUX_BYTES
         )
         self.manager = managers.manager(place, gpu, buffers)
+        self.transfers = Transfers(self.manager.agent)
         self.early: list[int] = []  # requests whose bytes had not all arrived when SGLang called them done
 
     def run(self, together: Callable[[], None]) -> list[list[float]]:
@@ -121,6 +126,46 @@ class Rank:
     def wrong(self) -> list[int]:
         """The requests whose bytes are still not right."""
         return [r for r in self.early if self.memory.checksum(self.slots[r]) != self.expected[r]]
+
+
+class Transfers:
+    """Times the NIXL transfers of one agent, on the thread that makes them: how much of a request they are.
+
+    Each is [pieces, ms to make it, ms from its post to the post's return, ms from its post to DONE seen].
+    """
+
+    def __init__(self, agent: Any) -> None:
+        self.finished: list[list[float]] = []
+        self._open: dict[int, list[float]] = {}  # by NIXL's handle: pieces, ms, when it was posted, ms
+        self._agent = agent
+        for make in ("initialize_xfer", "make_prepped_xfer"):
+            setattr(agent, make, self._timed(getattr(agent, make)))
+        self._transfer, self._state = agent.transfer, agent.check_xfer_state
+        agent.transfer, agent.check_xfer_state = self.transfer, self.check_xfer_state
+
+    def _timed(self, make: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(operation: str, local: Any, second: Any, *more: Any, **others: Any) -> Any:
+            since = time.perf_counter()
+            handle = make(operation, local, second, *more, **others)
+            took = (time.perf_counter() - since) * 1e3
+            pieces = local.descCount() if hasattr(local, "descCount") else len(second)
+            self._open[handle._handle] = [pieces, took]
+            return handle
+
+        return timed
+
+    def transfer(self, handle: Any, *more: Any, **others: Any) -> Any:
+        since = time.perf_counter()
+        state = self._transfer(handle, *more, **others)
+        self._open[handle._handle] += [since, (time.perf_counter() - since) * 1e3]
+        return state
+
+    def check_xfer_state(self, handle: Any) -> Any:
+        state = self._state(handle)
+        if state == "DONE" and (one := self._open.pop(handle._handle, None)):
+            pieces, made, since, posted = one
+            self.finished.append([pieces, made, posted, (time.perf_counter() - since) * 1e3])
+        return state
 
 
 class Request:
@@ -215,7 +260,7 @@ def serve_rank(place: Any, gpu: int, options: argparse.Namespace, barrier: Any, 
     result.update(sglang=managers.sglang.__version__, used_mib_idle=used_mib())
     result["milliseconds"] = rank.run(lambda: barrier.wait(options.deadline))
     result.update(used_mib_last=used_mib(), contexts=memory.devices_with_contexts(), threads=threads())
-    result.update(early=rank.early, wrong=rank.wrong(), counted=counted())
+    result.update(early=rank.early, wrong=rank.wrong(), counted=counted(), transfers=rank.transfers.finished)
 
 
 def child(mode: str, rank: int, port: int, peer: Connection, barrier: Any, options: argparse.Namespace) -> None:
@@ -333,7 +378,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--memory", choices=("rig", "torch"), default="rig", help="a fake GPU's, or a real one's")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=48, help="of each request")
-    parser.add_argument("--runs", type=int, default=3, help="of neighbouring slots, in each request")
+    parser.add_argument("--runs", type=int, default=3, help="of neighbouring slots, in each request of prefill")
     parser.add_argument("--rate", type=float, default=0, help="requests a second, on average; 0: none arrive so")
     parser.add_argument("--seconds", type=float, default=20, help="how long they arrive")
     parser.add_argument("--seed", type=int, default=1, help="of their arrivals")

@@ -15,6 +15,8 @@ from conftest import HERE, ROOT
 from environment import NATIVE, Environment, Outcome
 
 import ctxfix.native
+from ctxfix.evidence.identity import Identity
+from ctxfix.patches.sglang import SOURCE
 
 OLD, NEW = "0.5.12.post1", "0.5.23"
 RANKS = (0, 1)
@@ -108,6 +110,34 @@ def test_the_patch_alone_binds_the_transfer_threads(
     outcome = environment(OLD).transfer(name=f"patch-{expected[1]}", paths=(tmp_path,), **variables)
     assert outcome.done, (outcome.result, outcome.log)
     assert outcome.gpu_posts("prefill-1") == {("transfer_worker", 1, *expected)}, outcome.log
+
+
+# ---- which rank it is ------------------------------------------------------------------------------------------------
+
+TELL_RANK = """
+import os
+from ctxfix.evidence import identity
+
+def declare(*place, original=identity.declare):
+    original(*place)
+    print("RANK", os.getpid(), identity.current(), flush=True)
+
+identity.declare = declare
+"""
+
+
+@pytest.mark.parametrize("sglang", [OLD, NEW])
+def test_each_process_knows_its_rank(environment: Environments, sglang: str, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(TELL_RANK)
+    outcome = environment(sglang).transfer(name="ranks", paths=(tmp_path,))
+    assert outcome.done, (outcome.result, outcome.log)
+    told = [line for line in outcome.log.read_text().splitlines() if line.startswith("RANK ")]
+    pids = {name: of["pid"] for name, of in outcome.result["ranks"].items()}
+    assert sorted(told) == sorted(
+        f"RANK {pids[f'{mode}-{rank}']} {Identity(rank, len(RANKS), mode, SOURCE)}"
+        for mode in ("prefill", "decode")
+        for rank in RANKS
+    )
 
 
 # ---- SGLang is left working ------------------------------------------------------------------------------------------

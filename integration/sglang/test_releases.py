@@ -15,7 +15,7 @@ from conftest import ROOT
 from environment import PAIRS, _install, sources
 from rig import _cached, _one_at_a_time
 
-from ctxfix.patches.sglang import MANAGERS
+from ctxfix.patches.sglang import _host
 
 RIG = ROOT / ".rig"
 #: The two that are run, some between them, and the newest there is.
@@ -40,16 +40,24 @@ def thread_mains(cls: ast.ClassDef) -> Iterator[str]:
 @pytest.mark.parametrize("release", RELEASES, ids=lambda release: release or "newest")
 def test_hook_points(release: str) -> None:
     texts = sources(release, RIG)
-    for module, (name, workers, optional) in MANAGERS.items():
+    # Of these the rank is made.
+    common = texts["sglang.srt.disaggregation.common.conn"]
+    for axis in ("attn_tp", "attn_cp", "attn_dp", "pp", "system_dp"):
+        assert f"self.{axis}_rank = " in common and f"self.{axis}_size = " in common
+    assert "self.disaggregation_mode = " in common
+    for module in _host.modules:
+        hooks = [hook for hook in _host.hooks if hook.module == module]
+        (name,) = {hook.method.partition(".")[0] for hook in hooks}
         classes = {node.name: node for node in ast.parse(texts[module]).body if isinstance(node, ast.ClassDef)}
         assert name in classes, f"{module} has no {name}: {sorted(classes)}"
         methods = {node.name: node for node in classes[name].body if isinstance(node, ast.FunctionDef)}
         first, second, *_ = methods["__init__"].args.args
         assert (first.arg, second.arg) == ("self", "args")
+        workers = {hook.method.partition(".")[2]: hook.optional for hook in hooks if hook.thread}
         started = set(thread_mains(classes[name]))
-        assert set(workers) <= methods.keys() & started
+        assert {worker for worker, optional in workers.items() if not optional} <= methods.keys() & started
         # Whatever else becomes a thread's main in this class is to be known here, and hooked if it moves data.
-        assert started <= {*workers, *optional, "_failed_session_probe_loop"}
+        assert started <= {*workers, "_failed_session_probe_loop"}
 
 
 @pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])

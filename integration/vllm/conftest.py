@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -13,7 +12,8 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent / "rig")]
 
 import host_environments  # noqa: E402
-from rig import MissingSystemPackage, Rig  # noqa: E402
+from missing import or_skip  # noqa: E402
+from rig import Rig  # noqa: E402
 
 VLLM, RAY = "0.33.0", "2.60.0"
 # What vLLM's connector and weight transfer import, of the eighty packages that its wheel asks for.
@@ -24,12 +24,7 @@ transformers>=5.16.1,<5.21 uvloop xgrammar==0.2.8""".split()
 
 @pytest.fixture(scope="session")
 def rig() -> Rig:
-    try:
-        return Rig.prepare()
-    except MissingSystemPackage as reason:
-        if os.environ.get("CI") == "true":
-            raise
-        pytest.skip(str(reason))
+    return or_skip(Rig.prepare)
 
 
 @pytest.fixture(scope="session")

@@ -3,16 +3,13 @@
 
 from __future__ import annotations
 
-import json
 import os
-import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from host_environments import Environment
-from rig import Post, Rig, read_posts
+from host_environments import Environment, ray_env
+from rig import Post, Rig
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -23,30 +20,13 @@ TIMEOUT = 300
 def drive(
     rig: Rig, environment: Environment, vllm: Path, nixl: str, what: str, tmp_path: Path, **extra: str
 ) -> tuple[dict[str, Any], list[Post]]:
-    posts, log = tmp_path / "posts.jsonl", tmp_path / "log"
-    env = rig.env(nixl, posts=posts, torch_stub=False, RAY_USAGE_STATS_ENABLED="0", **extra)
-    env.pop("PYTHONDONTWRITEBYTECODE", None)  # each actor would compile torch, Ray and vLLM anew
+    env = ray_env(rig, nixl, **extra)
     env["PYTHONPATH"] += f"{os.pathsep}{vllm}"
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            [str(environment.python), str(HERE / "drive.py"), what],
-            env=env,
-            cwd=tmp_path,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            process.wait(TIMEOUT)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    said = [line for line in log.read_text().splitlines() if line.startswith('{"driven"')]
-    assert said, log.read_text()[-5000:]
-    result = json.loads(said[-1])
-    assert "error" not in result, result["error"]
-    return result, [post for post in read_posts(posts) if post.is_post]
+    command = [str(environment.python), str(HERE / "drive.py"), what]
+    run = rig.run(f"vllm-{what}-{nixl}", command, env, TIMEOUT, '{"driven"', cwd=tmp_path)
+    assert run.said, run.log.read_text()[-5000:]
+    assert "error" not in run.result, run.result["error"]
+    return run.result, run.posts
 
 
 @pytest.mark.parametrize(("nixl", "verdict"), [("1.1.0", "none"), ("1.4.0", "right")])
