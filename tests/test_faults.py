@@ -711,6 +711,7 @@ def test_no_memory_at_every_moment(
             except kind:
                 pass
             assert state(cuda) == before, f"at moment {moment}"
+            assert not native.available() or not native.present().on, f"at moment {moment}"
             if result:
                 answers += 1
                 assert alike(result[0], healthy) and counters.snapshot()["hook_failures"] > failures

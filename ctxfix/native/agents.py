@@ -71,10 +71,12 @@ def starting(agent: int) -> Iterator[None]:
     finally:
         if before is not None:
             try:
+                native.disarm(before)
+            except BaseException as error:  # a signal handler's, another thread's, or no memory: it comes once
                 _disarm(before)
-            except BaseException:  # a signal, before it had begun: it comes once
-                _disarm(before)
-                raise
+                if not isinstance(error, Exception):
+                    raise
+                guard.failed("native.disarm", error)
 
 
 @_harmless
