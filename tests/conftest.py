@@ -107,6 +107,7 @@ def cuda(fake_driver: FakeCuda) -> Iterator[FakeCuda]:
     while fake_driver.depth():
         fake_driver.pop()
     registry._clear()
+    fake_driver.free_all()
 
 
 @pytest.fixture
