@@ -578,6 +578,16 @@ def test_a_question_within_a_question_to_the_driver(host: Nixl, cuda: FakeCuda, 
     assert driver.buffer_id(address) != driver.buffer_id(elsewhere) and len(others) < 49
 
 
+@pytest.mark.parametrize(("kind", "theirs"), [(TimeoutError, True), (Limit, True), (ValueError, False)])
+def test_what_another_thread_sets_is_told_by_its_class(kind: type[Exception], theirs: bool) -> None:
+    """It comes up in our own code, without a trace of who sent it."""
+    within_ours: dict[str, Any] = {"__name__": "ctxfix.patches.nixl", "kind": kind}
+    exec("def hook(): raise kind", within_ours)
+    with pytest.raises(kind) as raised:
+        within_ours["hook"]()
+    assert guard.interrupted(raised.value) == theirs
+
+
 # ---- threads that die ------------------------------------------------------------------------------------------------
 
 
@@ -829,6 +839,8 @@ def test_the_garbage_collector_deregisters_within_a_change_of_the_registry(host:
     registry._ends = Collecting(registry._ends)
     agent.register_memory([(address, 64, 1, "")], "VRAM")
     assert len(registry) == 1 and registry.find(address) is not None and registry.find(address + 4096) is None
+    assert registry._starts == [address] and registry._ends == [address + 64] and len(registry._stacks) == 1
+    assert host.counted_since("hook_failures") == 0
 
 
 # ---- the end of a process --------------------------------------------------------------------------------------------
