@@ -43,8 +43,25 @@ def needed() -> bool:
     return library is not None and not copies_by_event(library)
 
 
+_looked: tuple[int, str | None] = (-1, None)  # how many objects were loaded when it was looked for, and what was found
+
+
 def loaded_libfabric() -> str | None:
-    """Path of the libfabric in this process, the first if there are several; None: there is none."""
+    """Path of the libfabric in this process, the first if there are several; None: there is none.
+
+    A process with PyTorch maps thousands of files: they are read (0.5 ms and more) only when something has been loaded
+    since, as the extension tells; without it each time.
+    """
+    global _looked
+    objects = agents.objects_loaded()
+    if objects is None:
+        return _look()
+    if objects != _looked[0]:
+        _looked = (objects, _look())
+    return _looked[1]
+
+
+def _look() -> str | None:
     try:
         with open("/proc/self/maps") as maps:
             return libfabric_in(maps)

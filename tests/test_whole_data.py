@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """whole_data.py: when registered memory is marked for synchronous operations, and what happens where it cannot be."""
 
+import subprocess
+import sys
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 from fake_cuda import FakeCuda
 
 from ctxfix import counters, settings, whole_data
-from ctxfix.native import agents
+from ctxfix.native import agents, available
 
 SYNC_MEMOPS = 6
 
@@ -55,6 +58,26 @@ def test_a_libfabric_that_cannot_be_read_is_not_trusted(choose, tmp_path: Path) 
     for library in (str(tmp_path / "missing"), str(tmp_path / "empty"), str(tmp_path)):
         choose("auto", library)
         assert whole_data.needed()
+
+
+@pytest.mark.skipif(not available(), reason="the extension is not built: it tells what is loaded")
+def test_what_is_loaded_is_read_again_only_when_something_has_been_loaded(tmp_path: Path) -> None:
+    source, library = tmp_path / "fabric.c", tmp_path / "libfabric.so.1"
+    source.write_text("#include <dlfcn.h>\nvoid *look(const char *name) { return dlsym(RTLD_DEFAULT, name); }\n")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"], check=True, timeout=60)
+    code = f"""
+        import ctypes
+        from ctxfix import whole_data
+        looks, look = [], whole_data._look
+        whole_data._look = lambda: looks.append(look()) or looks[-1]
+        assert whole_data.loaded_libfabric() is None and whole_data.loaded_libfabric() is None
+        assert looks == [None], looks
+        ctypes.CDLL({str(library)!r})
+        assert whole_data.loaded_libfabric() == whole_data.loaded_libfabric() == {str(library)!r}
+        assert len(looks) == 2, looks
+    """
+    done = subprocess.run([sys.executable, "-c", dedent(code)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

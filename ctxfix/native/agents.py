@@ -133,6 +133,14 @@ def calls_are_whole() -> bool:
         return False
 
 
+def objects_loaded() -> int | None:
+    """A number that changes whenever a library is loaded that starts threads or asks for symbols; None: unknown."""
+    if not enabled():
+        return None
+    install()  # looks, if the loader has loaded anything
+    return native.counters()["slots"]["objects"]
+
+
 @contextmanager
 def native_threads(memory: Any = None) -> Iterator[None]:
     """For the length of a ``with`` block, native threads that this thread starts begin in the right context.
