@@ -33,23 +33,49 @@ def enter(context: int) -> int | None:
     previous = driver.current()
     if previous == context or not context:
         return None
-    driver.set_current(context)
-    next(_rebinds)
+    try:
+        driver.set_current(context)
+        next(_rebinds)
+    except DriverError:
+        raise
+    except BaseException:  # a signal handler's: the caller gets no token to undo it with
+        leave(previous)
+        raise
     return previous
 
 
 def leave(previous: int) -> None:
-    """Undo :func:`enter`: make ``previous`` current again, if it is not. Never raises outside strict mode."""
+    """Undo :func:`enter`: make ``previous`` current again, if it is not. May be called twice.
+
+    Raises:
+        CtxfixError: in strict mode only: the driver refused.
+    """
     try:
-        if driver.current() != previous:
-            try:
-                driver.set_current(previous)
-            except DriverError:
-                driver.set_current(0)  # destroyed meanwhile: better no context than a dead one, or ours
-                raise
-            next(_restores)
-    except Exception as error:  # noqa: BLE001 - the application's call has succeeded: it must not see this
+        _give_back(previous)
+    except DriverError as error:
         guard.failed("affinity.leave", error)
+    except BaseException as error:  # a signal handler's, another thread's, or no memory: it comes once
+        _give_back(previous)
+        if not isinstance(error, Exception):
+            raise
+        guard.failed("affinity.leave", error)
+
+
+def _give_back(previous: int) -> None:
+    try:
+        if driver.current() == previous or driver.forked():
+            return
+    except DriverError:
+        pass  # then it is set whatever it is now
+    try:
+        driver.set_current(previous)
+    except DriverError:
+        try:
+            driver.set_current(previous)  # what an earlier call left behind is told by any other, once
+        except DriverError:
+            driver.set_current(0)  # destroyed meanwhile: better no context than a dead one, or ours
+            raise
+    next(_restores)
 
 
 def preferred(parent: int = 0) -> int:
@@ -111,7 +137,7 @@ def owner_at(address: int) -> Owner | None:
 def bound(obj: Any) -> Iterator[int]:
     """Run a ``with`` block in the context of the owner of ``obj``.
 
-    The caller's context is back afterwards. No context is made.
+    The caller's context is back afterwards, whatever the block did to it. No context is made.
 
     Args:
         obj: a CUDA tensor, a descriptor ``(address, length, …)`` or an address.
@@ -132,9 +158,13 @@ def bound(obj: Any) -> Iterator[int]:
             f"{address:#x} is no GPU memory of this process, as far as can be told ({why}): pass a CUDA tensor, or an "
             "address in memory that is still allocated"
         )
-    token = enter(owner.context)
+    before = driver.current()
     try:
+        enter(owner.context)
         yield owner.context
     finally:
-        if token is not None:
-            leave(token)
+        try:
+            leave(before)
+        except BaseException:  # a signal, before it had begun: it comes once
+            leave(before)
+            raise

@@ -27,13 +27,14 @@ from ctxfix.errors import DriverError
 _LIBCUDA = "libcuda.so.1"
 _INVALID_VALUE = 1
 _NOT_INITIALIZED = 3
+_UNKNOWN = 999
 _NO_CUDA_HERE = (_NOT_INITIALIZED, 4)  # 4: DEINITIALIZED, while the process ends
 
 # CUpointer_attribute of cuda.h, the same in CUDA 12 and 13.
 _CONTEXT = 1
 _SYNC_MEMOPS = 6
 _BUFFER_ID = 7
-_DEVICE_ORDINAL = 9
+_DEVICE_ORDINAL = 9  # cuda.bindings 13.3.1 always answers 0; the driver itself is right (measured, H200, driver 580)
 _LEGACY_IPC = 10
 _RANGE_START = 11
 _RANGE_SIZE = 12
@@ -44,15 +45,9 @@ _forked = False  # a child of a process that had initialised CUDA: hands off for
 _initialized_at_fork = False
 
 
-class _PerThread(threading.local):
-    """Where the driver writes its answers: a buffer for each thread, made once because making one costs 0.2 µs."""
-
-    def __init__(self) -> None:
-        value = ctypes.c_uint64()
-        self.out = value, ctypes.byref(value)
-
-
-_per_thread = _PerThread()
+#: Where the driver writes an answer: a new one for each question (40 ns). One kept for the thread would not do: a
+#: signal handler or a finalizer may call a hook, and so ask something else, before the answer is read.
+_Answer = ctypes.c_uint64
 
 
 def _absent(*_: Any) -> int:
@@ -107,6 +102,8 @@ def attach() -> bool:
     try:
         lib = ctypes.PyDLL(_LIBCUDA, mode=os.RTLD_NOLOAD)
         api = ctypes.CDLL(_LIBCUDA, mode=os.RTLD_NOLOAD)
+    except TimeoutError:  # dlopen gives none: a signal handler of the application did
+        raise
     except OSError:
         return False
     return _attach_to(lib, api)
@@ -116,9 +113,11 @@ def _attach_to(lib: Any, api: Any) -> bool:
     global _api, _problem
     global _cuCtxGetCurrent, _cuCtxSetCurrent, _cuCtxGetId, _cuPointerGetAttribute, _cuPointerSetAttribute
     try:
+        answer = ctypes.POINTER(_Answer)
+        lib.cuCtxGetCurrent.argtypes = [answer]
         lib.cuCtxSetCurrent.argtypes = [ctypes.c_void_p]
-        lib.cuCtxGetId.argtypes = [ctypes.c_void_p, ctypes.c_void_p]  # CUDA 12.0
-        lib.cuPointerGetAttribute.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64]
+        lib.cuCtxGetId.argtypes = [ctypes.c_void_p, answer]  # CUDA 12.0
+        lib.cuPointerGetAttribute.argtypes = [answer, ctypes.c_int, ctypes.c_uint64]
         lib.cuPointerSetAttribute.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64]
         for name, arguments in _PROTOTYPES.items():
             getattr(api, name).argtypes = arguments
@@ -142,6 +141,11 @@ def problem() -> str | None:
     return _problem
 
 
+def forked() -> bool:
+    """Whether this is a forked child of a process that had initialised CUDA: nothing can be asked or set here."""
+    return _forked
+
+
 def attached() -> bool:
     """Whether :func:`attach` has succeeded already."""
     return _api is not None
@@ -149,7 +153,7 @@ def attached() -> bool:
 
 def initialized() -> bool:
     """Whether somebody in this process has called cuInit."""
-    return _cuCtxGetCurrent(_per_thread.out[1]) != _NOT_INITIALIZED
+    return _cuCtxGetCurrent(_Answer()) != _NOT_INITIALIZED
 
 
 def current() -> int:
@@ -158,10 +162,10 @@ def current() -> int:
     Raises:
         DriverError: the driver did not say. Then nothing may be set either: it could not be undone.
     """
-    value, ref = _per_thread.out
-    error = _cuCtxGetCurrent(ref)
+    answer = _Answer()
+    error = _cuCtxGetCurrent(answer)
     if not error:
-        return value.value or 0
+        return answer.value
     if error in _NO_CUDA_HERE:
         return 0
     raise _error("cuCtxGetCurrent", error, "this thread")
@@ -177,7 +181,7 @@ def set_current(context: int) -> None:
     Raises:
         DriverError: the context was destroyed, or the driver refused.
     """
-    error = _cuCtxGetId(context, _per_thread.out[1]) if context else 0
+    error = _cuCtxGetId(context, _Answer()) if context else 0
     error = error or _cuCtxSetCurrent(context)
     if error:
         raise _error("cuCtxSetCurrent", error, f"context {context:#x}")
@@ -185,9 +189,8 @@ def set_current(context: int) -> None:
 
 def _attribute(attribute: int, address: int) -> int | None:
     """A pointer attribute of ``address``; None: it is no memory that the driver knows."""
-    value, ref = _per_thread.out
-    value.value = 0  # the driver may write 4 bytes only
-    return None if _cuPointerGetAttribute(ref, attribute, address) else value.value
+    answer = _Answer()  # 0: the driver may write 4 bytes only
+    return None if _cuPointerGetAttribute(answer, attribute, address) else answer.value
 
 
 def owner_of(address: int) -> Owner | None:
@@ -199,24 +202,29 @@ def owner_of(address: int) -> Owner | None:
     context = _attribute(_CONTEXT, address)
     if context is None:
         return None
-    if context:
-        return Owner(context, device_of(context))
     device = _attribute(_DEVICE_ORDINAL, address)
+    if context:
+        return Owner(context, -1 if device is None else device)
     primary = primary_context(-1 if device is None else device)
     return Owner(primary, device or 0, recorded=False) if primary else None
+
+
+def context_at(address: int) -> int:
+    """The context recorded for the memory at ``address``; 0: none (VMM memory, pools), or no GPU memory."""
+    return _attribute(_CONTEXT, address) or 0
 
 
 def why_unknown(address: int) -> str:
     """Why nobody can say whose memory ``address`` is, after :func:`owner_of` could not: the driver is asked again."""
     if _api is None:
         return problem() or "CUDA is not loaded in this process"
-    value, ref = _per_thread.out
-    error = _cuPointerGetAttribute(ref, _CONTEXT, address)
+    answer = _Answer()
+    error = _cuPointerGetAttribute(answer, _CONTEXT, address)
     if error == _INVALID_VALUE:
         return "no allocation of this process holds it"
     if error:
         return f"cuPointerGetAttribute failed with {_name(error)} ({error})"
-    if not value.value:
+    if not answer.value:
         return "it knows no context, and the primary one of its device is not made, or not told of"
     return "the driver did not say when it was first asked"
 
@@ -246,19 +254,23 @@ def extent_of(address: int) -> tuple[int, int]:
 
 
 def device_of(context: int) -> int:
-    """The device ordinal of ``context``, or -1 if the context is unusable.
-
-    The context is asked itself, not the memory: cuda.bindings 13.3.1 answers CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL with
-    0 for memory of every device (measured on H200, driver 580).
-    """
-    if _api is None or _cuCtxGetId(context, _per_thread.out[1]) or _api.cuCtxPushCurrent_v2(context):
+    """The device ordinal of ``context``, or -1 if the context is unusable."""
+    if _api is None or _cuCtxGetId(context, _Answer()):
         return -1
-    device = ctypes.c_int()
+    device, pushed, here = ctypes.c_int(), False, _is_current(context)
     try:
-        error = _api.cuCtxGetDevice(ctypes.byref(device))
+        pushed = not here and not _api.cuCtxPushCurrent_v2(context)
+        error = _UNKNOWN if not here and not pushed else _api.cuCtxGetDevice(ctypes.byref(device))
     finally:
-        _api.cuCtxPopCurrent_v2(ctypes.byref(_pointer()))
+        # A signal may come after the push, before it is noted. A pop that is refused is made again.
+        if (pushed or (not here and _is_current(context))) and _api.cuCtxPopCurrent_v2(ctypes.byref(_pointer())):
+            _api.cuCtxPopCurrent_v2(ctypes.byref(_pointer()))
     return -1 if error else device.value
+
+
+def _is_current(context: int) -> bool:
+    answer = _Answer()
+    return not _cuCtxGetCurrent(answer) and answer.value == context
 
 
 def primary_context(device: int) -> int:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import threading
+from typing import Any
 
 from ctxfix import counters, settings
 from ctxfix.errors import CtxfixError
@@ -37,12 +39,18 @@ def failed(where: str, error: Exception) -> None:
 
     Raises:
         CtxfixError: in strict mode (CTXFIX_STRICT=1) only, with ``error`` as its cause.
+        Exception: ``error`` itself, if it is none of ours but interrupted the hook.
     """
+    if interrupted(error):
+        raise error
     counters.count("hook_failures")
-    text = (
-        f"ctxfix: hook {where} failed in pid {os.getpid()}, thread {threading.current_thread().name!r}: "
-        f"{type(error).__name__}: {error}"
-    )
+    try:
+        text = (
+            f"ctxfix: hook {where} failed in pid {os.getpid()}, thread {threading.current_thread().name!r}: "
+            f"{type(error).__name__}: {error}"
+        )
+    except Exception:  # noqa: BLE001 - no memory, or an error that cannot be printed
+        text = f"ctxfix: hook {where} failed"
     if settings.current().strict:
         raise error if isinstance(error, CtxfixError) else CtxfixError(text) from error
     warn_once(
@@ -52,8 +60,47 @@ def failed(where: str, error: Exception) -> None:
     )
 
 
+def interrupted(error: Exception) -> bool:
+    """Whether ``error`` came into our code from outside while it ran, and so belongs to the application.
+
+    That is what a signal handler raises, and what another thread sets (PyThreadState_SetAsyncExc): typically the end of
+    a time limit, which must never get lost in a hook. Of the latter nothing tells but its class, so a builtin one is
+    taken for our own failure, TimeoutError excepted.
+    """
+    if isinstance(error, CtxfixError):
+        return False
+    if isinstance(error, TimeoutError):
+        return True
+    handlers = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()}
+    trace, innermost = error.__traceback__, ""
+    while trace is not None:
+        if trace.tb_frame.f_code in handlers:
+            return True
+        innermost = trace.tb_frame.f_globals.get("__name__", "")
+        trace = trace.tb_next
+    ours = innermost.partition(".")[0] == "ctxfix"
+    return ours and type(error).__module__.partition(".")[0] not in _RAISED_BY_OUR_CODE
+
+
+_RAISED_BY_OUR_CODE = ("builtins", "ctypes", "_ctypes", "cuda")
+
+
+def _code_of(handler: Any) -> object:
+    """The code that runs first when a signal handler is called: a function, a method, a partial, an object."""
+    handler = getattr(handler, "func", handler)
+    handler = getattr(handler, "__func__", handler)
+    if not hasattr(handler, "__code__") and callable(handler):
+        handler = type(handler).__call__
+    return getattr(handler, "__code__", None)
+
+
 def warn_once(key: str, text: str) -> None:
-    """Log ``text`` as a warning, once a process for each ``key``."""
+    """Log ``text`` as a warning, once a process for each ``key``. Handlers and filters of the application may fail."""
     if key not in _warned:
         _warned.add(key)
-        logger.warning(text)
+        try:
+            logger.warning(text)
+        except Exception as error:  # noqa: BLE001 - its failure is none of the call's that we tell about
+            if interrupted(error):
+                raise
+            counters.count("hook_failures")

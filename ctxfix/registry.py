@@ -3,17 +3,23 @@
 
 Ranges may overlap, be registered twice, and vanish without deregistration; the registration made last
 answers. A look-up is a binary search under a lock: well under a microsecond for thousands of ranges.
+
+A finalizer or a signal handler may call in here on a thread that is in here already. That never waits, and finds
+nothing half made: a look-up finds nothing at all (the driver is asked then), a change is put off until the present call
+is through. A change that is broken off by an exception from outside leaves no half of it.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
 
 from ctxfix.driver import Owner
 
@@ -30,6 +36,7 @@ class Registration:
     end: int
     owner: Owner
     buffer_id: int
+    number: int = field(default_factory=itertools.count().__next__)  # the order in which they were made
 
 
 class _Contexts:
@@ -62,29 +69,27 @@ class Registry:
     """The registrations of this process, by agent (its id()). Safe to use from many threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._busy = False
         self._clear()
 
     def _clear(self) -> None:
+        self._agents: defaultdict[int, _AgentRanges] = defaultdict(_AgentRanges)
+        self._later: deque[Callable[[], None]] = deque()  # changes put off
+        self._clear_segments()
+
+    def _clear_segments(self) -> None:
         # Disjoint segments, sorted: where registrations overlap, a segment holds several, the latest last.
         self._starts: list[int] = []
         self._ends: list[int] = []
         self._stacks: list[tuple[Registration, ...]] = []
-        self._agents: defaultdict[int, _AgentRanges] = defaultdict(_AgentRanges)
         self._contexts = _Contexts()
-        self._gone: deque[int] = deque()  # agents that died, to be forgotten
 
     def add(self, agent: int, start: int, length: int, owner: Owner, buffer_id: int = 0) -> None:
         """Record that ``agent`` registered ``length`` bytes at ``start``; a length of 0 is ignored."""
         if length <= 0:
             return
-        new = Registration(start, start + length, owner, buffer_id)
-        with self._exclusive():
-            ranges = self._agents[agent]
-            ranges.registrations[start, length].append(new)
-            ranges.contexts.add(owner.context)
-            self._contexts.add(owner.context)
-            self._insert(new)
+        self._change(partial(self._add, agent, Registration(start, start + length, owner, buffer_id)))
 
     def remove(self, agent: int, start: int, length: int) -> bool:
         """Forget one registration of exactly this range by ``agent``; False if there is none."""
@@ -92,61 +97,108 @@ class Registry:
 
     def remove_all(self, agent: int, ranges: Iterable[tuple[int, int]]) -> int:
         """Forget one registration by ``agent`` of each range (start, length); how many there were."""
-        with self._exclusive():
-            known = self._agents.get(agent)
-            if known is None:
-                return 0
-            old = []
-            for at in ranges:
-                if at in known.registrations:
-                    old.append(known.registrations[at].pop())
-                    known.contexts.drop(old[-1].owner.context)
-                    if not known.registrations[at]:
-                        del known.registrations[at]
-            if not known.registrations:
-                del self._agents[agent]
-            self._drop_all(old)
-            return len(old)
+        found: list[Registration] = []
+        self._change(partial(self._remove, agent, tuple(ranges), found))
+        return len(found)
 
     def forget(self, agent: int) -> None:
-        """Forget all that ``agent`` registered: it is gone, or goes.
+        """Forget all that ``agent`` registered: it is gone, or goes. May be called by the garbage collector."""
+        self._later.append(partial(self._forget, agent))
+        self._catch_up()
 
-        May be called by the garbage collector, so at any time, also from within another method on the same thread: then
-        that method does it when it is through.
-        """
-        self._gone.append(agent)
-        self._forget_the_gone()
+    # ---- changes, one at a time; while one is made, or a look-up, the thread is busy
 
-    @contextmanager
-    def _exclusive(self) -> Iterator[None]:
+    def _change(self, change: Callable[[], None]) -> None:
         with self._lock:
-            self._drop_the_gone()  # before anything else: a new agent may have got the id of one that is gone
-            yield
-        self._forget_the_gone()
+            if self._busy:
+                self._later.append(change)
+            else:
+                self._do(change)
+        self._catch_up()
 
-    def _forget_the_gone(self) -> None:
+    def _catch_up(self) -> None:
         # Who cannot have the lock leaves it to its holder, who looks here after letting it go.
-        while self._gone and self._lock.acquire(blocking=False):
+        while self._later and not self._busy and self._lock.acquire(blocking=False):
             try:
-                self._drop_the_gone()
+                if not self._busy:
+                    self._do()
             finally:
                 self._lock.release()
 
-    def _drop_the_gone(self) -> None:
-        while self._gone:
-            known = self._agents.pop(self._gone.popleft(), None)
-            if known is not None:
-                self._drop_all([old for olds in known.registrations.values() for old in olds])
+    def _do(self, change: Callable[[], None] | None = None) -> None:
+        try:
+            self._busy = True
+            while self._later:  # before anything else: a new agent may have got the id of one that is gone
+                self._later.popleft()()
+            if change is not None:
+                change()
+        except BaseException:
+            self._rebuild()
+            raise
+        finally:
+            self._busy = False
+
+    def _add(self, agent: int, new: Registration) -> None:
+        ranges = self._agents[agent]
+        ranges.registrations[new.start, new.end - new.start].append(new)
+        ranges.contexts.add(new.owner.context)
+        self._contexts.add(new.owner.context)
+        self._insert(new)
+
+    def _remove(self, agent: int, ranges: Iterable[tuple[int, int]], found: list[Registration]) -> None:
+        known = self._agents.get(agent)
+        if known is None:
+            return
+        for at in ranges:
+            if at in known.registrations:
+                found.append(known.registrations[at].pop())
+                known.contexts.drop(found[-1].owner.context)
+                if not known.registrations[at]:
+                    del known.registrations[at]
+        if not known.registrations:
+            del self._agents[agent]
+        self._drop_all(found)
+
+    def _forget(self, agent: int) -> None:
+        known = self._agents.pop(agent, None)
+        if known is not None:
+            self._drop_all([old for olds in known.registrations.values() for old in olds])
+
+    def _rebuild(self) -> None:
+        """Make everything anew from what the agents registered: a change was broken off in its middle."""
+        self._clear_segments()
+        for agent, ranges in list(self._agents.items()):
+            kept = sorted(itertools.chain.from_iterable(ranges.registrations.values()), key=attrgetter("number"))
+            ranges.contexts = _Contexts()
+            for registration in kept:
+                ranges.contexts.add(registration.owner.context)
+            if not kept:
+                del self._agents[agent]
+        for registration in sorted(self._all(), key=attrgetter("number")):
+            self._contexts.add(registration.owner.context)
+            self._insert(registration)
+
+    def _all(self) -> Iterator[Registration]:
+        for ranges in self._agents.values():
+            yield from itertools.chain.from_iterable(ranges.registrations.values())
+
+    # ---- questions
 
     def find(self, address: int) -> Registration | None:
         """The registration that holds ``address``, the latest if there are several."""
-        with self._lock:  # as _exclusive() does, which alone would take a microsecond
-            if self._gone:
-                self._drop_the_gone()
-            i = bisect_right(self._starts, address) - 1
-            found = None if i < 0 or address >= self._ends[i] else self._stacks[i][-1]
-        if self._gone:
-            self._forget_the_gone()
+        with self._lock:
+            if self._busy:
+                return None
+            if self._later:
+                self._do()
+            try:
+                self._busy = True
+                i = bisect_right(self._starts, address) - 1
+                found = None if i < 0 or address >= self._ends[i] else self._stacks[i][-1]
+            finally:
+                self._busy = False
+        if self._later:
+            self._catch_up()
         return found
 
     def contexts(self) -> tuple[int, ...]:
@@ -159,8 +211,10 @@ class Registry:
         return ranges.contexts.all if ranges is not None else ()
 
     def __len__(self) -> int:
-        with self._exclusive():
-            return sum(len(rs) for ranges in self._agents.values() for rs in ranges.registrations.values())
+        with self._lock:
+            return sum(1 for _ in self._all())
+
+    # ---- segments
 
     def _insert(self, new: Registration) -> None:
         at = new.start
@@ -222,7 +276,8 @@ class Registry:
         return i
 
     def _after_fork(self) -> None:
-        self._lock = threading.Lock()  # another thread of the parent may have held it
+        self._lock = threading.RLock()  # another thread of the parent may have held it
+        self._busy = False
         self._clear()
 
 

@@ -58,7 +58,10 @@ def green() -> str:
 
 
 def _plan() -> Callable[[], None] | None:
-    """Return what binds a thread that the caller is about to start; None if it is to be left alone. Never raises."""
+    """Return what binds a thread that the caller is about to start; None if it is to be left alone.
+
+    Raises nothing but what a signal handler does meanwhile.
+    """
     global _in_fork_child
     affinity = sys.modules.get("ctxfix.affinity")
     if affinity is None:
@@ -74,6 +77,8 @@ def _plan() -> Callable[[], None] | None:
             return None
         return partial(bind, context)
     except Exception as error:
+        if sys.modules["ctxfix.guard"].interrupted(error):
+            raise
         _keep("starting a thread", error)
         return None
 

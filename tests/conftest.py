@@ -7,9 +7,16 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 from environments import ROOT, Interpreter, make_venv, pip
 from fake_cuda import FakeCuda
+from fake_nixl import Nixl
+
+# The same examples each time; python -m pytest --hypothesis-profile=long looks harder.
+hypothesis.settings.register_profile("same", derandomize=True, deadline=None, print_blob=True)
+hypothesis.settings.register_profile("long", max_examples=20_000, stateful_step_count=100, deadline=None)
+hypothesis.settings.load_profile("same")
 
 
 @pytest.fixture(scope="session")
@@ -100,3 +107,27 @@ def cuda(fake_driver: FakeCuda) -> Iterator[FakeCuda]:
     while fake_driver.depth():
         fake_driver.pop()
     registry._clear()
+    fake_driver.free_all()
+
+
+@pytest.fixture
+def host(cuda: FakeCuda) -> Iterator[Nixl]:
+    """NIXL's stand-in under our hooks, on the fake driver."""
+    from ctxfix.patches import nixl, registration
+
+    registration.nixl_switches = False
+    registration._watched.clear()
+    host = Nixl(cuda)
+    nixl.apply(host.module)
+    yield host
+    nixl.remove()
+
+
+@pytest.fixture(scope="session")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with what the C extension is tested against, see native_stub."""
+    import native_stub
+
+    folder = tmp_path_factory.mktemp("native")
+    native_stub.build(folder)
+    return folder

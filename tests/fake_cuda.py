@@ -21,6 +21,8 @@ class FakeCuda:
         self._lib.fakecuda_calls.restype = ctypes.c_ulong
         self("cuInit", 0)
         self.contexts = [self._retain(device) for device in range(GPUS)]
+        self._living: set[int] = set()
+        self._mapped: list[tuple[int, int, int]] = []
 
     def __call__(self, name: str, *args: object) -> None:
         error = getattr(self._lib, name)(*args)
@@ -69,6 +71,7 @@ class FakeCuda:
         self("cuCtxPushCurrent_v2", ctypes.c_void_p(context or self.contexts[device]))
         self("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
         self.pop()
+        self._living.add(address.value)
         return address.value
 
     def alloc_vmm(self, device: int, size: int = 2 << 20) -> int:
@@ -80,6 +83,7 @@ class FakeCuda:
         self("cuMemCreate", ctypes.byref(handle), length, prop, zero)
         self("cuMemMap", address, length, ctypes.c_size_t(0), handle, zero)
         self("cuMemSetAccess", address, length, access, ctypes.c_size_t(1))
+        self._mapped.append((address.value, size, handle.value))
         return address.value
 
     def attribute(self, attribute: int, address: int) -> int:
@@ -90,6 +94,19 @@ class FakeCuda:
 
     def free(self, address: int) -> None:
         self("cuMemFree_v2", ctypes.c_uint64(address))
+        self._living.discard(address)
+
+    def free_all(self) -> None:
+        """Give back what tests left behind: each allocation is an open file."""
+        for address in self._living:  # some went with their context
+            self._lib.cuMemFree_v2(ctypes.c_uint64(address))
+        for address, size, handle in self._mapped:
+            length = ctypes.c_size_t(size)
+            self("cuMemUnmap", ctypes.c_uint64(address), length)
+            self("cuMemRelease", ctypes.c_uint64(handle))
+            self("cuMemAddressFree", ctypes.c_uint64(address), length)
+        self._living.clear()
+        self._mapped.clear()
 
     # ---- what tests want to know, and do
 

@@ -36,29 +36,22 @@ def group_context(agent: int = AGENT) -> int:
     return native.group_info(agents._groups[agent]).context
 
 
-def armed() -> native.Armed:
-    """What the calling thread is armed with."""
-    now = native.arm(0)
-    native.disarm(now)
-    return now
-
-
 @needs_extension
 def test_threads_started_with_an_agent_are_of_its_group(cuda: FakeCuda) -> None:
     cuda.make_current(2)
     with agents.starting(AGENT):
-        now = armed()
+        now = native.present()
         with agents.starting(AGENT):  # create_backend inside __init__
-            assert armed() == now
-        assert armed() == now
+            assert native.present() == now
+        assert native.present() == now
     assert now == (True, cuda.contexts[2], agents._groups[AGENT])
-    assert not armed().on
+    assert not native.present().on
 
 
 @needs_extension
 def test_without_a_clear_context_they_wait(cuda: FakeCuda) -> None:
     with agents.starting(AGENT):
-        assert armed()[:2] == (True, 0)
+        assert native.present()[:2] == (True, 0)
 
 
 @needs_extension
@@ -121,7 +114,7 @@ def test_an_error_of_the_agent_passes_and_disarms(cuda: FakeCuda) -> None:
     with pytest.raises(KeyError), agents.starting(AGENT):
         raise KeyError
     if native.available():
-        assert not armed().on
+        assert not native.present().on
 
 
 @pytest.mark.parametrize("how", ["switched off", "not built"])
@@ -147,11 +140,11 @@ def test_native_threads_by_memory_and_by_the_thread(cuda: FakeCuda) -> None:
     address = cuda.alloc(3)
     cuda.make_current(1)
     with ctxfix.native_threads((address, 10, 0)):
-        assert armed()[:2] == (True, cuda.contexts[3])
+        assert native.present()[:2] == (True, cuda.contexts[3])
         assert cuda.current() == cuda.contexts[1], "the thread itself stays where it is"
     with ctxfix.native_threads():
-        assert armed()[:2] == (True, cuda.contexts[1])
-    assert not armed().on
+        assert native.present()[:2] == (True, cuda.contexts[1])
+    assert not native.present().on
     with pytest.raises(UnknownOwnerError), ctxfix.native_threads(0x1000):
         pytest.fail("entered")
 

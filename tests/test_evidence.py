@@ -347,3 +347,17 @@ def test_what_was_heard_convicts() -> None:
     assert rows[0].path is Path_.CUDA_IPC
     files["prefill1"][-1]["log"] = {"known": True, "counts": []}
     assert judge(run_of(files)).code == 1
+
+
+@pytest.mark.parametrize("both_ways", [False, True])
+def test_transfers_by_an_agent_that_the_process_does_not_have_are_no_proof(both_ways: bool) -> None:
+    files = perfect(both_ways=both_ways)
+    files["prefill0"][-1]["posts"][0]["agent"] = "decode1"
+    assert judge(run_of(files), ranks=2).code == 1
+
+
+@pytest.mark.parametrize("kind", ["get_handle", "range"])
+def test_counts_without_their_failures_are_not_counts_without_failures(kind: str) -> None:
+    files = perfect()
+    del files["prefill0"][-1]["calls"]["devices"]["0"][kind]["failures"]
+    assert judge(run_of(files), ranks=2).code == 1

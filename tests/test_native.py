@@ -3,52 +3,20 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from native_stub import CC, RIG, SOURCES, compile_c, environment
 
 from ctxfix import native
-
-RIG = Path(__file__).parent / "native_rig"
-SOURCES = Path(native.__file__).parent
-CC = shutil.which("cc")
 
 pytestmark = [
     pytest.mark.skipif(not native.available(), reason=f"ctxfix.native: {native.reason()}"),
     pytest.mark.skipif(CC is None, reason="no C compiler"),
 ]
-
-
-def compile_c(target: Path, *arguments: str | Path) -> Path:
-    command = [str(CC), "-std=c11", "-O1", "-g", "-w", *map(str, arguments), "-o", str(target)]
-    subprocess.run(command, check=True, timeout=60)
-    return target
-
-
-@pytest.fixture(scope="session")
-def rig(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with the stub driver and runtime, two kinds of libfabric, and the libraries that start threads."""
-    folder = tmp_path_factory.mktemp("native")
-    shared = ["-shared", "-fPIC", f"-L{folder}", f"-Wl,-rpath,{folder}"]
-
-    def library(name: str, *arguments: str | Path) -> None:
-        compile_c(folder / name, *shared, f"-Wl,-soname,{name}", *arguments)
-
-    library("libcuda.so.1", RIG / "cuda.c", "-lpthread")
-    library("libcudart.so.99", "-DRUNTIME", RIG / "cuda.c", folder / "libcuda.so.1")
-    cuda = [folder / "libcuda.so.1", folder / "libcudart.so.99"]
-    library("libnext.so", RIG / "next.c")
-    library("libfabric.so.1", RIG / "fabric.c", "-Wl,--no-as-needed", folder / "libnext.so", "-ldl")
-    library("libfabric-linked.so.1", "-DLINKED", RIG / "fabric.c", *cuda)
-    for binding in ("lazy", "now"):
-        library(f"libthreads-{binding}.so", RIG / "threads.c", *cuda, f"-Wl,-z,{binding},-z,relro", "-lpthread")
-    library("libplugin_LIBFABRIC.so", "-DPLUGIN", RIG / "threads.c", *cuda, "-lpthread")
-    library("libloader.so", "-DLOADER", RIG / "threads.c", "-ldl")
-    return folder
 
 
 CASES = [
@@ -84,15 +52,8 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_case(rig: Path, case: tuple[str, ...]) -> None:
     """What each case guards is said in native_rig/cases.py."""
-    environment = {
-        **os.environ,
-        "CTXFIX_DISABLE": "1",  # the case itself decides what is hooked
-        "RIG": str(rig),
-        "LD_LIBRARY_PATH": str(rig),
-        "PYTHONPATH": str(SOURCES.parents[1]),
-    }
     command = [sys.executable, "-X", "faulthandler", str(RIG / "cases.py"), *case]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
+    result = subprocess.run(command, env=environment(rig), capture_output=True, text=True, timeout=30)
     assert result.returncode == 0 and result.stdout.endswith("END\n"), result.stdout + result.stderr
 
 

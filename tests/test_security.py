@@ -231,6 +231,7 @@ def test_what_no_source_does() -> None:
         ("evidence/identity.py", "socket.gethostname"),
         ("evidence/recorder.py", "atexit"),  # with CTXFIX_RECORD only
         ("evidence/recorder.py", "threading.Thread"),
+        ("guard.py", "signal"),  # asks which handlers there are, and sets none
         ("verify/run.py", "subprocess"),  # starts the workers of `ctxfix verify`
         ("verify/run.py", "threading.Thread"),
         ("verify/worker.py", "threading.Thread"),

@@ -97,8 +97,8 @@ def total(recorded: Mapping[str, Any]) -> Calls:
 def _count(kinds: Any, kind: str, what: str) -> int:
     if not isinstance(kinds, Mapping):
         raise ValueError("counts of a GPU that are none")
-    row = kinds.get(kind, {})
-    value = row.get(what, 0) if isinstance(row, Mapping) else None
+    row = kinds.get(kind, {"calls": 0, "failures": 0, "bytes": 0})
+    value = row.get(what) if isinstance(row, Mapping) else None
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ValueError(f"{kind}.{what} is {value!r}")
     return int(value)

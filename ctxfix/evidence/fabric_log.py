@@ -38,7 +38,7 @@ _OTHERS: dict[str, re.Pattern[str]] = {
 }
 # libfabric:<pid>:<seconds>:<prefix>:<provider>:<subsystem>:<function>():<line><<level>> <message>
 _HEAD = re.compile(
-    r"libfabric:(?P<pid>\d+):(?P<time>\d+):(?P<prefix>[^:\n]*):(?P<provider>[\w;.-]*):(?P<subsystem>\w+):"
+    r"libfabric:(?P<pid>\d{1,10}):(?P<time>\d+):(?P<prefix>[^:\n]*):(?P<provider>[\w;.-]*):(?P<subsystem>\w+):"
     r"(?P<function>\w+)\(\):\d+<(?P<level>\w+)> "
 )
 #: What tells of a copy through the host, or of none: said by the process that posts, and by its peer.

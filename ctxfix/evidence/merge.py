@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ctxfix.errors import EvidenceError
-from ctxfix.evidence import cupti, fabric_calls, fabric_log, records
+from ctxfix.evidence import cupti, fabric_calls, fabric_log, records, shapes
 from ctxfix.evidence.fabric_calls import Calls
 from ctxfix.evidence.fabric_log import Said
 from ctxfix.evidence.identity import Identity
@@ -129,6 +129,8 @@ def process_of(file: records.File) -> Process:
     for number, record in enumerate(file.records, 1):
         kind = record["kind"]
         try:
+            if kind in shapes.KINDS:
+                shapes.check(record, shapes.KINDS[kind], kind)
             if kind == "process":
                 headers += 1
                 _header(process, record)
@@ -208,6 +210,9 @@ def _count(process: Process, last: dict[str, Any], before: dict[str, Any]) -> No
     if earlier:
         raise ValueError("counts vanished")
     process.posted = [row for row in process.posted if row.posts or row.failed]
+    strangers = {row.agent for row in process.posted} - set(process.agents)
+    if strangers:
+        raise ValueError(f"transfers by an agent that it does not have ({min(strangers)})")
     if last["unknown_posts"] - before.get("unknown_posts", 0):
         process.damage.append(f"{last['unknown_posts']} transfers were posted that nobody saw being made")
     for problem, times in last["observer_problems"].items():

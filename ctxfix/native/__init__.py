@@ -41,6 +41,7 @@ __all__ = [
     "log_said",
     "new_group",
     "observe",
+    "present",
     "reason",
     "remove",
     "set_home",
@@ -190,6 +191,11 @@ def arm(context: int, group: int = 0) -> Armed:
     return Armed(*_native_module().arm(True, context, group))
 
 
+def present() -> Armed:
+    """What this thread is armed with."""
+    return Armed(*_native_module().present())
+
+
 def disarm(previous: Armed | None = None) -> None:
     """End :func:`arm` on this thread, or go back to ``previous``."""
     before = previous or Armed(False, 0, 0)
@@ -199,11 +205,16 @@ def disarm(previous: Armed | None = None) -> None:
 @contextlib.contextmanager
 def armed(context: int, group: int = 0) -> Iterator[None]:
     """:func:`arm` for the length of a ``with`` block."""
-    previous = arm(context, group)
+    previous = present()
     try:
+        arm(context, group)
         yield
     finally:
-        disarm(previous)
+        try:
+            disarm(previous)
+        except BaseException:  # a signal, before it had begun: it comes once
+            disarm(previous)
+            raise
 
 
 def set_home(context: int) -> None:

@@ -71,6 +71,13 @@ static PyObject *arm(PyObject *self, PyObject *args)
 			     before.group);
 }
 
+static PyObject *present(PyObject *self, PyObject *args)
+{
+	struct cx_armed now = cx_armed_now();
+	(void)self, (void)args;
+	return Py_BuildValue("(OKI)", now.on ? Py_True : Py_False, (unsigned long long)(uintptr_t)now.context, now.group);
+}
+
 static PyObject *new_group(PyObject *self, PyObject *args)
 {
 	(void)self, (void)args;
@@ -266,6 +273,7 @@ static PyMethodDef methods[] = {
 	{ "undo", undo, METH_NOARGS, NULL },
 	{ "set_late", set_late, METH_VARARGS, NULL },
 	{ "arm", arm, METH_VARARGS, NULL },
+	{ "present", present, METH_NOARGS, NULL },
 	{ "new_group", new_group, METH_NOARGS, NULL },
 	{ "bind_group", bind_group, METH_VARARGS, NULL },
 	{ "group_info", group_info, METH_VARARGS, NULL },

@@ -10,8 +10,9 @@ are bound one by one anyway.
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,13 +27,29 @@ def enabled() -> bool:
     return native.available() and settings.current().native_threads != "off"
 
 
-def install() -> None:
-    """Hook what is loaded, before libfabric is used for the first time. Never raises outside strict mode."""
-    if enabled():
+def _harmless(work: Callable[..., None]) -> Callable[..., None]:
+    """``work``, whose failure is told and counted, and raised in strict mode only."""
+
+    @functools.wraps(work)
+    def harmless(*args: object) -> None:
         try:
-            native.install()
+            work(*args)
         except Exception as error:
-            guard.failed("native.install", error)
+            guard.failed(f"native.{work.__name__}", error)
+
+    return harmless
+
+
+@_harmless
+def install() -> None:
+    """Hook what is loaded, before libfabric is used for the first time."""
+    if enabled():
+        native.install()
+
+
+@_harmless
+def _disarm(before: native.Armed) -> None:
+    native.disarm(before)
 
 
 @contextmanager
@@ -41,20 +58,28 @@ def starting(agent: int) -> Iterator[None]:
     if not enabled():
         yield
         return
+    before: native.Armed | None = None
     try:
-        native.install()
-        group = _groups.get(agent) or _groups.setdefault(agent, native.new_group())
-        before = native.arm(affinity.preferred(driver.current()), group)
-    except Exception as error:
-        guard.failed("native.arm", error)
-        yield
-        return
-    try:
+        try:
+            native.install()
+            group = _groups.get(agent) or _groups.setdefault(agent, native.new_group())
+            before = native.present()
+            native.arm(affinity.preferred(driver.current()), group)
+        except Exception as error:
+            guard.failed("native.arm", error)
         yield
     finally:
-        native.disarm(before)
+        if before is not None:
+            try:
+                native.disarm(before)
+            except BaseException as error:  # a signal handler's, another thread's, or no memory: it comes once
+                _disarm(before)
+                if not isinstance(error, Exception):
+                    raise
+                guard.failed("native.disarm", error)
 
 
+@_harmless
 def follow(agent: int, context: int) -> None:
     """``agent`` is about to register memory owned by ``context``: its threads go there."""
     if not enabled():
@@ -77,6 +102,7 @@ def follow(agent: int, context: int) -> None:
     native.bind_group(group, context)
 
 
+@_harmless
 def forget(agent: int) -> None:
     """``agent`` is gone, or has deregistered something: what follows from it."""
     if not enabled():
@@ -91,6 +117,7 @@ def gone(agent: int) -> None:
     forget(agent)
 
 
+@_harmless
 def hold(on: bool) -> None:
     """Keep the calling thread's context against NIXL's own changes of it, or no longer (see :func:`native.hold`)."""
     if enabled():
@@ -99,7 +126,11 @@ def hold(on: bool) -> None:
 
 def calls_are_whole() -> bool:
     """Whether libfabric's device-to-device copies are made by the extension, which waits for their end."""
-    return enabled() and native.status().get("libfabric_calls", 0) > 0
+    try:
+        return enabled() and native.status().get("libfabric_calls", 0) > 0
+    except Exception as error:
+        guard.failed("native.status", error)
+        return False
 
 
 def objects_loaded() -> int | None:

@@ -83,23 +83,24 @@ void *cx_owner(const struct cx_driver *d, cx_ptr p)
 	return active_primary(d, device);
 }
 
-bool cx_look(const struct cx_driver *d, cx_ptr p, void **owner)
+enum cx_memory cx_look(const struct cx_driver *d, cx_ptr p, void **owner)
 {
 	static const int attributes[] = { CX_ATTRIBUTE_CONTEXT, CX_ATTRIBUTE_MEMORY_TYPE };
 	unsigned type = 0;
 	void *context = NULL, *answers[] = { &context, &type };
+	int r;
 	*owner = NULL;
 	if (d->pointer_attributes) {
 		/* Says success and zeros for memory that it does not know. */
 		if (d->pointer_attributes(2, attributes, answers, p) != CX_OK)
-			return false;
-	} else if (d->pointer_attribute(&type, CX_ATTRIBUTE_MEMORY_TYPE, p) != CX_OK) {
-		return false;
+			return CX_UNTOLD;
+	} else if ((r = d->pointer_attribute(&type, CX_ATTRIBUTE_MEMORY_TYPE, p)) != CX_OK) {
+		return r == CX_ERROR_INVALID_VALUE ? CX_HOST : CX_UNTOLD;
 	}
 	if (type != CX_MEMORY_DEVICE)
-		return false;
+		return CX_HOST;
 	*owner = context ? context : cx_owner(d, p);
-	return true;
+	return CX_DEVICE;
 }
 
 void *cx_only_primary(const struct cx_driver *d)
@@ -130,9 +131,16 @@ unsigned long long cx_context_id(const struct cx_driver *d, void *context)
 atomic_bool cx_observe;
 bool cx_alive(const struct cx_driver *d, void *context) { return !d->ctx_id || cx_context_id(d, context) != 0; }
 
+bool cx_dead(const struct cx_driver *d, void *context)
+{
+	unsigned long long id;
+	int r = d->ctx_id ? d->ctx_id(context, &id) : CX_OK;
+	return r == CX_ERROR_CONTEXT_IS_DESTROYED || r == CX_ERROR_INVALID_CONTEXT;
+}
+
 struct cx_entry cx_enter(const struct cx_driver *d, void *context)
 {
-	struct cx_entry entry = { false, CX_MAX_DEVICES };
+	struct cx_entry entry = { NULL, CX_MAX_DEVICES };
 	/* What device this thread's last context was of, for the counters: it is nearly always the same one. */
 	static __thread struct { void *context; int device; } last;
 	void *current = NULL;
@@ -140,9 +148,8 @@ struct cx_entry cx_enter(const struct cx_driver *d, void *context)
 	d->ctx_get(&current);
 	bool observing = atomic_load_explicit(&cx_observe, memory_order_relaxed);
 	if (context && current != context && !observing && cx_alive(d, context)) {
-		entry.pushed = d->ctx_push(context) == CX_OK;
-		if (entry.pushed)
-			current = context;
+		if (d->ctx_push(context) == CX_OK)
+			entry.pushed = current = context;
 	}
 	if (current && current == last.context) {
 		entry.device = last.device;
@@ -155,8 +162,11 @@ struct cx_entry cx_enter(const struct cx_driver *d, void *context)
 
 void cx_leave(const struct cx_driver *d, struct cx_entry entry)
 {
-	void *popped;
-	if (entry.pushed)
+	void *popped, *current = NULL;
+	if (!entry.pushed || d->ctx_pop(&popped) == CX_OK)
+		return;
+	/* Any call may tell of an earlier failure, and have done its work or not. */
+	if (d->ctx_get(&current) == CX_OK && current == entry.pushed)
 		d->ctx_pop(&popped);
 }
 #endif

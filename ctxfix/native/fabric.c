@@ -285,11 +285,13 @@ static void give_back(struct stream *s, bool broken)
 	pthread_mutex_unlock(&streams_lock);
 }
 
+static int whole_mode(void) { return atomic_load(&cx_observe) ? 0 : atomic_load(&cx_copy_mode); }
+
 /* A device-to-device copy that has ended when this returns. False: nothing was started, do it another way. */
 static bool whole_copy(const struct cx_driver *d, void *context, void *to, const void *from, size_t n, int *result)
 {
 	struct stream *s;
-	int mode = atomic_load(&cx_observe) ? 0 : atomic_load(&cx_copy_mode);
+	int mode = whole_mode();
 	if (!mode || !context || !d->copy_async || !d->stream_create || !d->stream_sync || !(s = borrow(d, context)))
 		return false;
 	bool started = d->copy_async((cx_ptr)to, (cx_ptr)from, n, s->stream) == CX_OK;
@@ -306,21 +308,28 @@ static bool whole_copy(const struct cx_driver *d, void *context, void *to, const
 	return started;
 }
 
-struct copy { void *to; const void *from; void *context; enum cx_kind kind; };
+struct copy { void *to; const void *from; void *context; enum cx_kind kind; bool untold; };
 
 /* Whose memory is local, in which context to copy, and by which addresses. */
 static struct copy plan(const struct cx_driver *d, void *to, const void *from)
 {
-	struct copy c = { to, from, NULL, CX_COPY_OTHER };
+	struct copy c = { to, from, NULL, CX_COPY_OTHER, false };
+	enum cx_memory what;
 	bool change = !atomic_load(&cx_observe);
 	void *of_to = NULL, *of_from = mapped_in(from); /* a peer's memory, as in every RMA write by IPC */
 	bool device_from = of_from != NULL;
 	bool device_to = !device_from && (of_to = mapped_in(to)) != NULL; /* an RMA read */
 	bool peer_from = device_from, peer_to = device_to;
-	if (!device_to)
-		device_to = cx_look(d, (cx_ptr)to, &of_to);
-	if (!device_from)
-		device_from = cx_look(d, (cx_ptr)from, &of_from);
+	if (!device_to) {
+		what = cx_look(d, (cx_ptr)to, &of_to);
+		device_to = what == CX_DEVICE;
+		c.untold |= what == CX_UNTOLD;
+	}
+	if (!device_from) {
+		what = cx_look(d, (cx_ptr)from, &of_from);
+		device_from = what == CX_DEVICE;
+		c.untold |= what == CX_UNTOLD;
+	}
 	if (device_to && device_from) {
 		c.kind = CX_COPY_DTOD;
 		c.context = peer_to ? of_from : of_to;
@@ -350,8 +359,12 @@ static int my_memcpy(void *to, const void *from, size_t n, int direction)
 		c.context = somewhere_if_bare(d);
 	struct cx_entry e = cx_enter(d, c.context);
 	int r = 0;
-	if (c.kind != CX_COPY_DTOD || !whole_copy(d, c.context, c.to, c.from, n, &r))
+	if (c.kind != CX_COPY_DTOD || !whole_copy(d, c.context, c.to, c.from, n, &r)) {
 		r = call(c.to, c.from, n, direction);
+		/* No stream of our own, or nobody says what the addresses are: cudaMemcpy works on the default stream. */
+		if (!r && (c.kind == CX_COPY_DTOD || c.untold) && whole_mode() && d->stream_sync)
+			r = d->stream_sync(NULL);
+	}
 	copied_in = c.context;
 	count(e, c.kind, r, n);
 	cx_leave(d, e);
@@ -409,7 +422,11 @@ static int my_ctx_destroy(void *context)
 	const struct cx_driver *d = cx_driver();
 	if (context != &lent || !d)
 		return call(context);
-	return d->ctx_pop(&context);
+	struct cx_entry e = { NULL, CX_MAX_DEVICES };
+	if (d->ctx_get(&e.pushed) != CX_OK)
+		return d->ctx_pop(&context);
+	cx_leave(d, e);
+	return CX_OK;
 }
 
 typedef int dmabuf_call(void *, cx_ptr, size_t, int, unsigned long long);
@@ -489,10 +506,10 @@ static void *lane(const struct cx_driver *d, void *context, unsigned long long i
 	int at = -1;
 	pthread_mutex_lock(&lanes_lock);
 	for (int i = 0; i < PER && at < 0; i++)
-		if (lanes[i].context == context && lanes[i].id == id)
+		if (lanes[i].context == context && (lanes[i].id == id || !id))
 			at = i;
 	for (int i = 0; i < PER && at < 0; i++)
-		if (!lanes[i].context || !cx_alive(d, lanes[i].context)) {
+		if (!lanes[i].context || cx_dead(d, lanes[i].context)) {
 			memset(&lanes[i], 0, sizeof lanes[i]); /* a context's streams have gone with it */
 			lanes[i].context = context;
 			lanes[i].id = id;
@@ -513,11 +530,11 @@ static void *true_in(const struct cx_driver *d, struct standin *s, void *context
 {
 	unsigned long long id = cx_context_id(d, context);
 	for (int i = 0; i < s->n; i++)
-		if (s->at[i].context == context && s->at[i].id == id)
+		if (s->at[i].context == context && (s->at[i].id == id || !id))
 			return s->at[i].it;
 	void *it = NULL;
 	for (int i = 0; i < s->n; i++)
-		if (!cx_alive(d, s->at[i].context))
+		if (cx_dead(d, s->at[i].context))
 			s->at[i--] = s->at[--s->n];
 	if (s->n == PER)
 		return NULL;
@@ -557,7 +574,7 @@ static int each(struct standin *s, int (*f)(void *))
 	for (int i = 0; i < s->n && !r; i++) {
 		const struct cx_driver *d;
 		r = f(s->at[i].it);
-		if (r && r != CX_ERROR_NOT_READY && (d = cx_driver()) && !cx_alive(d, s->at[i].context)) {
+		if (r && r != CX_ERROR_NOT_READY && (d = cx_driver()) && cx_dead(d, s->at[i].context)) {
 			s->at[i--] = s->at[--s->n]; /* gone with its context, and all work in it */
 			r = CX_OK;
 		}
@@ -607,11 +624,14 @@ static int my_event_record(void *event, void *stream)
 	pthread_mutex_lock(&s->lock);
 	/* In each context that the stream has worked in: an earlier copy may still run in another one. */
 	for (int i = 0; i < s->n && !r; i++) {
-		if (!cx_alive(d, s->at[i].context))
+		if (cx_dead(d, s->at[i].context))
 			continue;
 		struct cx_entry e = cx_enter(d, s->at[i].context);
 		void *it = true_in(d, v, s->at[i].context);
-		r = it ? call(it, s->at[i].it) : CX_ERROR_UNKNOWN;
+		if (it)
+			r = call(it, s->at[i].it);
+		else /* no event to be had: what it stands for has happened when the stream is through */
+			r = d->stream_sync ? d->stream_sync(s->at[i].it) : CX_ERROR_UNKNOWN;
 		cx_leave(d, e);
 	}
 	pthread_mutex_unlock(&s->lock);
@@ -629,9 +649,9 @@ static int start_copy(enum call which, void *to, const void *from, size_t n, int
 		return CX_ERROR_UNKNOWN;
 	const struct cx_driver *d = cx_driver();
 	struct standin *s = standin_of(stream_standins, stream);
-	struct copy c = { to, from, NULL, CX_COPY_ASYNC };
-	struct cx_entry e = { false, CX_MAX_DEVICES };
-	bool counted = d && !atomic_load(&cx_off);
+	struct copy c = { to, from, NULL, CX_COPY_ASYNC, false };
+	struct cx_entry e = { NULL, CX_MAX_DEVICES };
+	bool counted = d && !atomic_load(&cx_off), wait = false;
 	int r = CX_OK;
 	if (s && d) {
 		c = plan(d, to, from);
@@ -643,11 +663,15 @@ static int start_copy(enum call which, void *to, const void *from, size_t n, int
 		d->ctx_get(&current);
 		stream = current ? true_in(d, s, current) : NULL;
 		pthread_mutex_unlock(&s->lock);
-		r = stream ? CX_OK : CX_ERROR_INVALID_CONTEXT;
+		/* No stream to be had, as when the GPU is full: the default one, to its end, since no event will tell. */
+		wait = !stream;
+		r = current && (stream || d->stream_sync) ? CX_OK : CX_ERROR_INVALID_CONTEXT;
 	}
 	if (!r)
 		r = which == MEMCPY_ASYNC ? ((memcpy_async_call *)f)(c.to, c.from, n, direction, stream)
 					  : ((dtod_async_call *)f)((cx_ptr)c.to, (cx_ptr)c.from, n, stream);
+	if (!r && wait)
+		r = d->stream_sync(NULL);
 	if (counted) {
 		count(e, CX_COPY_ASYNC, r, n);
 		if (!s)
@@ -826,8 +850,11 @@ void cx_fabric_forked(void)
 	pthread_mutex_init(&standins_lock, NULL);
 	pthread_mutex_init(&lanes_lock, NULL);
 	memset(lanes, 0, sizeof lanes);
-	for (int i = 0; i < STANDINS; i++)
+	for (int i = 0; i < STANDINS; i++) {
 		stream_standins[i].n = event_standins[i].n = 0;
+		pthread_mutex_init(&stream_standins[i].lock, NULL);
+		pthread_mutex_init(&event_standins[i].lock, NULL);
+	}
 }
 
 void cx_fabric_init(void)

@@ -37,8 +37,10 @@ typedef uint64_t cx_ptr; /* CUdeviceptr */
 /* Numbers of the CUDA driver API (cuda.h); stable across its releases. */
 enum {
 	CX_OK = 0,
+	CX_ERROR_INVALID_VALUE = 1,
 	CX_ERROR_INVALID_CONTEXT = 201,
 	CX_ERROR_NOT_READY = 600,
+	CX_ERROR_CONTEXT_IS_DESTROYED = 709,
 	CX_ERROR_UNKNOWN = 999,
 	CX_ATTRIBUTE_CONTEXT = 1,
 	CX_ATTRIBUTE_MEMORY_TYPE = 2,
@@ -81,8 +83,9 @@ const struct cx_driver *cx_driver(void);
  * context of its device if that is active; else NULL, which is also the answer for plain host memory. */
 void *cx_owner(const struct cx_driver *d, cx_ptr p);
 
-/* Whether p is device memory, and its owner as above; one call of the driver's where it can. */
-bool cx_look(const struct cx_driver *d, cx_ptr p, void **owner);
+/* What p is, and its owner as above if it is device memory; one call of the driver's where it can. */
+enum cx_memory { CX_HOST, CX_DEVICE, CX_UNTOLD };
+enum cx_memory cx_look(const struct cx_driver *d, cx_ptr p, void **owner);
 
 /* The primary context of the only device that has an active one, else NULL. */
 void *cx_only_primary(const struct cx_driver *d);
@@ -93,9 +96,11 @@ unsigned long long cx_context_id(const struct cx_driver *d, void *context);
 /* The driver makes a destroyed context current without an error, and the process dies of it when the thread ends
  * (measured, driver 580); but a destroyed one has no id. */
 bool cx_alive(const struct cx_driver *d, void *context);
+/* Known to be destroyed: not the same as not known to be alive. */
+bool cx_dead(const struct cx_driver *d, void *context);
 
 struct cx_entry {
-	bool pushed;
+	void *pushed; /* the context that was pushed, NULL if none */
 	int device; /* ordinal of the context now current, CX_MAX_DEVICES if none */
 };
 
@@ -160,7 +165,7 @@ extern struct cx_thread_counts cx_thread_counts;
 
 void cx_threads_init(void);
 struct cx_armed cx_arm(struct cx_armed now);
-bool cx_is_armed(void);
+struct cx_armed cx_armed_now(void);
 unsigned cx_new_group(void);                            /* 0 when out of memory */
 int cx_bind_group(unsigned group, void *context);       /* -1: no such group */
 int cx_group_info(unsigned group, void **context, unsigned long *threads, unsigned long *bound, unsigned long *failed);

@@ -89,7 +89,7 @@ int cx_group_info(unsigned number, void **context, unsigned long *threads, unsig
 	return 0;
 }
 
-bool cx_is_armed(void) { return me.armed.on; }
+struct cx_armed cx_armed_now(void) { return me.armed; }
 
 struct cx_armed cx_arm(struct cx_armed now)
 {

@@ -18,31 +18,33 @@ from ctxfix.registry import registry
 Hook = Callable[..., Any]  # a method of NIXL's, or what we put in its place
 
 
-class Held:
-    """The context of ``choose()`` for the duration of a call; afterwards the caller's, whoever changed it."""
-
-    __slots__ = ("_choose", "_failure", "_previous", "_where")
-
-    def __init__(self, where: str, choose: Callable[[], int]) -> None:
-        self._where = where
-        self._choose = choose
-        self._previous: int | None = None
-        self._failure: Exception | None = None
-
-    def __enter__(self) -> None:
+def in_context(
+    where: str, choose: Callable[[], int], call: Hook, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> Any:
+    """``call`` in the context of ``choose()``; afterwards the caller's, whoever changed it."""
+    previous: int | None = None
+    failure: Exception | None = None
+    try:
         try:
-            self._previous = driver.current()
-            affinity.enter(self._choose())
+            previous = driver.current()
+            affinity.enter(choose())
         except CtxfixError as error:
-            guard.failed(self._where, error)
-        except Exception as error:  # told only if NIXL does not stumble over the same arguments
-            self._failure = error
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if self._previous is not None:
-            affinity.leave(self._previous)
-        if self._failure is not None and kind is None:
-            guard.failed(self._where, self._failure)
+            guard.failed(where, error)
+        except Exception as error:
+            if guard.interrupted(error):
+                raise
+            failure = error
+        result = call(*args, **(kwargs or {}))  # if it raises too, the arguments were wrong, not we
+    finally:
+        if previous is not None:
+            try:
+                affinity.leave(previous)
+            except BaseException:  # a signal, before it had begun: it comes once
+                affinity.leave(previous)
+                raise
+    if failure is not None:
+        guard.failed(where, failure)
+    return result
 
 
 class Noting:

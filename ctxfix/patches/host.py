@@ -34,7 +34,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from ctxfix import affinity, counters, driver, guard, threads
-from ctxfix.errors import PatchError
+from ctxfix.errors import DriverError, PatchError
 from ctxfix.methods import unbound
 from ctxfix.patches.undo import Patch, put_back
 
@@ -106,32 +106,35 @@ def in_context(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def bound(*args: Any, **kwargs: Any) -> Any:
         context, before = 0, None
         try:
-            # Greenlets share one thread: binding one of them would bind them all.
-            if not (hook.thread and threads.green()):
-                context = context_of(hook.memory(*args, **kwargs))
-                before = affinity.enter(context)
-                if before is not None and hook.thread:
-                    counters.count("threads_bound")
-        except Exception as error:  # noqa: BLE001 - the host must go on
-            guard.failed(where, error)
-        try:
+            try:
+                # Greenlets share one thread: binding one of them would bind them all.
+                if not (hook.thread and threads.green()):
+                    context = context_of(hook.memory(*args, **kwargs))
+                    before = affinity.enter(context)
+                    if before is not None and hook.thread:
+                        counters.count("threads_bound")
+            except Exception as error:  # noqa: BLE001 - the host must go on
+                guard.failed(where, error)
             return original(*args, **kwargs)
         finally:
             if before is not None:
-                _leave(before, context, where)
+                try:
+                    give_back(before, context)
+                except BaseException:  # a signal, before it had begun: it comes once
+                    give_back(before, context)
+                    raise
 
     return bound
 
 
-def _leave(before: int, ours: int, where: str) -> None:
+def give_back(before: int, ours: int) -> None:
     """Give the thread its context back. A device that the host chose meanwhile stays."""
     try:
-        still_ours = driver.current() == ours
-    except Exception as error:  # noqa: BLE001 - the host's call is over
-        guard.failed(where, error)
-        return
-    if still_ours:
-        affinity.leave(before)
+        if driver.current() != ours:
+            return
+    except DriverError:
+        pass  # nobody can tell: then its own is the safer
+    affinity.leave(before)
 
 
 # ---- on and off ------------------------------------------------------------------------------------------------------

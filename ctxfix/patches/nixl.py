@@ -27,7 +27,6 @@ from ctxfix.methods import unbound
 from ctxfix.native import agents
 from ctxfix.patches import descriptors, registration
 from ctxfix.patches.calls import (
-    Held,
     Hook,
     Noting,
     argument,
@@ -35,6 +34,7 @@ from ctxfix.patches.calls import (
     context_of_agent,
     context_of_list,
     context_of_newcomer,
+    in_context,
     unknown_owner,
 )
 from ctxfix.patches.undo import Patch, put_back
@@ -73,31 +73,55 @@ def _context_of_transfer(handle: int) -> int:
     return memory.context if memory is not None else 0
 
 
-def _enter_transfer(agent: Any, handle: Any, *_: Any, **__: Any) -> int | None:
-    """Make the owner of the transfer's local memory current; the token for affinity.leave, None: nothing to undo."""
+# These take the arguments of a call as they are, (agent, handle, …), and give the token for affinity.leave, or None:
+# nothing to undo. They are called without a star, so that no signal is handled between their return and the caller's
+# `try` (Python 3.11 on).
+
+
+def _enter_transfer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """Make the owner of the transfer's local memory current."""
+    handle = args[1] if len(args) > 1 else kwargs["handle"]
     memory = _transfers.get(handle._handle, _UNKNOWN)
     if memory is None:
         return None  # host memory
     next(_posts)
     if memory is _UNKNOWN:  # made before ctxfix was active
         counters.count("unknown_owners")
-        return affinity.enter(context_of_agent(agent) or context_of_newcomer())
+        return affinity.enter(context_of_agent(args[0]) or context_of_newcomer())
     if not memory.context:
         unknown_owner(memory.address)
         return None
     if not registration.nixl_switches:
-        return _enter(memory)
+        return _enter_owner(memory)
     before = driver.current()
-    _enter(memory)
-    # With descriptors of several devices NIXL's own cudaSetDevice for each is the best there is.
-    agents.hold(not memory.mixed)
+    try:
+        _enter_owner(memory)
+        # With descriptors of several devices NIXL's own cudaSetDevice for each is the best there is.
+        agents.hold(not memory.mixed)
+    except BaseException:
+        _leave_transfer(before)
+        raise
     return before
 
 
 def _leave_transfer(token: int) -> None:
-    if registration.nixl_switches:
-        agents.hold(False)
-    affinity.leave(token)
+    try:
+        if registration.nixl_switches:
+            agents.hold(False)
+    finally:
+        affinity.leave(token)
+
+
+def _enter_owner(memory: _Memory) -> int | None:
+    # A thread that is there already stays; none is moved to where the memory is no longer: it may have been freed, and
+    # allocated on another GPU, since the transfer was made.
+    if driver.current() == memory.context:
+        return None
+    now = driver.context_at(memory.address)
+    if now and now != memory.context:
+        counters.count("stale_owners")
+        memory.context, memory.owner = now, driver.owner_of(memory.address)
+    return _enter(memory)
 
 
 def _enter(memory: _Memory) -> int | None:
@@ -114,15 +138,16 @@ def _enter(memory: _Memory) -> int | None:
         return affinity.enter(context)
 
 
-def _enter_poll_of_transfer(agent: Any, handle: Any, *_: Any, **__: Any) -> int | None:
+def _enter_poll_of_transfer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    handle = args[1] if len(args) > 1 else kwargs["handle"]
     memory = _transfers.get(handle._handle, _UNKNOWN)
     if memory is _UNKNOWN:
-        return _enter_poll(agent)
+        return _enter_poll(args, kwargs)
     return _enter(memory) if memory is not None else None
 
 
-def _enter_poll(agent: Any, *_: Any, **__: Any) -> int | None:
-    return affinity.enter(context_of_agent(agent))
+def _enter_poll(args: tuple[Any, ...], _: dict[str, Any]) -> int | None:
+    return affinity.enter(context_of_agent(args[0]))
 
 
 def _addresses(memory: Any) -> Sequence[int]:
@@ -177,9 +202,9 @@ def _set_up_hooks(vram: Any) -> dict[str, Hook]:
         if argument(args, kwargs, 0, "agent_name") not in ("", "NIXL_INIT_AGENT"):
             return wrapped(*args, **kwargs)  # the remote side: its addresses are another process's
         memory, mem_type = argument(args, kwargs, 1, "xfer_list"), argument(args, kwargs, 2, "mem_type")
-        with Held("nixl_agent.prep_xfer_dlist", lambda: context_of_list(memory, mem_type, vram)):
-            handle = wrapped(*args, **kwargs)
-        with Noting("nixl_agent.prep_xfer_dlist"):
+        where = "nixl_agent.prep_xfer_dlist"
+        handle = in_context(where, lambda: context_of_list(memory, mem_type, vram), wrapped, args, kwargs)
+        with Noting(where):
             gpu = descriptors.is_gpu(memory, mem_type, vram)
             _prepared[handle._handle] = _addresses(memory) if gpu else None
         return handle
@@ -196,9 +221,9 @@ def _set_up_hooks(vram: Any) -> dict[str, Hook]:
                 return iter(())
             return iter(addresses) if len(addresses) == 1 else (addresses[int(i)] for i in indices)
 
-        with Held("nixl_agent.make_prepped_xfer", lambda: context_at(next(selected(), None))):
-            handle = wrapped(*args, **kwargs)
-        with Noting("nixl_agent.make_prepped_xfer"):
+        where = "nixl_agent.make_prepped_xfer"
+        handle = in_context(where, lambda: context_at(next(selected(), None)), wrapped, args, kwargs)
+        with Noting(where):
             if addresses is None:
                 _transfers[handle._handle] = None
             else:
@@ -207,9 +232,9 @@ def _set_up_hooks(vram: Any) -> dict[str, Hook]:
 
     def initialize_xfer(wrapped: Hook, agent: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         memory = argument(args, kwargs, 1, "local_descs")
-        with Held("nixl_agent.initialize_xfer", lambda: context_of_list(memory, None, vram)):
-            handle = wrapped(*args, **kwargs)
-        with Noting("nixl_agent.initialize_xfer"):
+        where = "nixl_agent.initialize_xfer"
+        handle = in_context(where, lambda: context_of_list(memory, None, vram), wrapped, args, kwargs)
+        with Noting(where):
             if descriptors.is_gpu(memory, None, vram):
                 _note_transfer(handle._handle, (row[0] for row in descriptors.rows(memory)))
             else:
@@ -217,8 +242,8 @@ def _set_up_hooks(vram: Any) -> dict[str, Hook]:
         return handle
 
     def on_agent(wrapped: Hook, agent: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with Held(f"nixl_agent.{wrapped.__name__}", lambda: context_of_agent(agent)):
-            return wrapped(*args, **kwargs)
+        where = f"nixl_agent.{wrapped.__name__}"
+        return in_context(where, lambda: context_of_agent(agent), wrapped, args, kwargs)
 
     def prep_mem_view(wrapped: Hook, agent: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         memory = argument(args, kwargs, 0, "dlist")
@@ -227,13 +252,12 @@ def _set_up_hooks(vram: Any) -> dict[str, Hook]:
             remote = "Remote" in type(memory).__name__  # nixlRemoteDList: another process's addresses
             return context_of_agent(agent) if remote else context_of_list(memory, None, vram)
 
-        with Held("nixl_agent.prep_mem_view", context):
-            return wrapped(*args, **kwargs)
+        return in_context("nixl_agent.prep_mem_view", context, wrapped, args, kwargs)
 
     def estimate_xfer_cost(wrapped: Hook, agent: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         handle = argument(args, kwargs, 0, "req_handle")
-        with Held("nixl_agent.estimate_xfer_cost", lambda: _context_of_transfer(handle._handle)):
-            return wrapped(*args, **kwargs)
+        where = "nixl_agent.estimate_xfer_cost"
+        return in_context(where, lambda: _context_of_transfer(handle._handle), wrapped, args, kwargs)
 
     return {
         **registration.hooks(vram),
@@ -254,7 +278,10 @@ def _set_up_hooks(vram: Any) -> dict[str, Hook]:
 
 
 def _hot(
-    original: Hook, where: str, enter: Callable[..., int | None], leave: Callable[[int], None] = affinity.leave
+    original: Hook,
+    where: str,
+    enter: Callable[[tuple[Any, ...], dict[str, Any]], int | None],
+    leave: Callable[[int], None] = affinity.leave,
 ) -> Hook:
     """``original`` between ``enter`` and ``leave``, at the least cost that Python allows."""
     original = unbound(original)
@@ -262,11 +289,13 @@ def _hot(
     @functools.wraps(original)
     def hook(*args: Any, **kwargs: Any) -> Any:
         try:
-            token = enter(*args, **kwargs)
+            token = enter(args, kwargs)
         except CtxfixError as error:
             guard.failed(where, error)
             token = None
         except Exception as error:
+            if guard.interrupted(error):
+                raise
             result = original(*args, **kwargs)  # if it raises, the arguments were wrong, not we
             guard.failed(where, error)
             return result
@@ -275,7 +304,11 @@ def _hot(
         try:
             return original(*args, **kwargs)
         finally:
-            leave(token)
+            try:
+                leave(token)
+            except BaseException:  # a signal, before it had begun: it comes once
+                leave(token)
+                raise
 
     return hook
 
@@ -288,14 +321,19 @@ def _releasing(where: str, known: dict[int, Any], context_of: Callable[[int], in
 
     def release(wrapped: Hook, handle: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         key = handle._handle
-        with Held(where, lambda: context_of(key)):
+        memory = _UNKNOWN
+
+        def forget_and_release() -> Any:
+            nonlocal memory
             memory = _UNKNOWN if handle._released else known.pop(key, _UNKNOWN)
             try:
-                result = wrapped(*args, **kwargs)
+                return wrapped(*args, **kwargs)
             except BaseException:
                 if memory is not _UNKNOWN:  # still active: NIXL keeps the handle
                     known[key] = memory
                 raise
+
+        result = in_context(where, lambda: context_of(key), forget_and_release)
         with Noting(where):
             if isinstance(memory, _Memory):  # a transfer of GPU memory is through: what did it leave behind?
                 footprint.check()

@@ -16,7 +16,7 @@ from ctxfix import counters, driver, guard, whole_data
 from ctxfix.driver import Owner
 from ctxfix.native import agents
 from ctxfix.patches import descriptors
-from ctxfix.patches.calls import Held, Hook, Noting, argument, context_of_list, context_of_newcomer, unknown_owner
+from ctxfix.patches.calls import Hook, Noting, argument, context_of_list, context_of_newcomer, in_context, unknown_owner
 from ctxfix.registry import registry
 
 #: By agent: NIXL (1.1.0, 1.4.0) crashes when two threads register or deregister with one agent at once. The hooks
@@ -49,7 +49,8 @@ def _watch(agent: Any) -> int:
 
 
 def _one_at_a_time(agent: Any) -> threading.RLock:
-    return _registering.setdefault(id(agent), threading.RLock())
+    lock = _registering.get(id(agent))
+    return lock if lock is not None else _registering.setdefault(id(agent), threading.RLock())
 
 
 def _note_registration(agent: Any, descs: Any) -> None:
@@ -121,8 +122,12 @@ def hooks(vram: Any) -> dict[str, Hook]:
     def making(wrapped: Hook, agent: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # The thread that makes an agent or a backend hands its context on to what NIXL starts.
         driver.attach()
-        with Held("nixl_agent.create_backend", context_of_newcomer), agents.starting(id(agent)):
-            result = wrapped(*args, **kwargs)
+
+        def make() -> Any:
+            with agents.starting(id(agent)):
+                return wrapped(*args, **kwargs)
+
+        result = in_context("nixl_agent.create_backend", context_of_newcomer, make)
         driver.attach()  # NIXL's plugins load libcuda
         return result
 
@@ -137,8 +142,8 @@ def hooks(vram: Any) -> dict[str, Hook]:
             return owner
 
         try:
-            with _one_at_a_time(agent), Held("nixl_agent.register_memory", context):
-                descs = wrapped(*args, **kwargs)
+            with _one_at_a_time(agent):
+                descs = in_context("nixl_agent.register_memory", context, wrapped, args, kwargs)
         finally:
             agents.hold(False)
         with Noting("nixl_agent.register_memory"):
@@ -148,10 +153,10 @@ def hooks(vram: Any) -> dict[str, Hook]:
 
     def deregister_memory(wrapped: Hook, agent: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         memory = argument(args, kwargs, 0, "dereg_list")
+        where = "nixl_agent.deregister_memory"
         with _one_at_a_time(agent):
-            with Held("nixl_agent.deregister_memory", lambda: context_of_list(memory, None, vram)):
-                result = wrapped(*args, **kwargs)
-        with Noting("nixl_agent.deregister_memory"):
+            result = in_context(where, lambda: context_of_list(memory, None, vram), wrapped, args, kwargs)
+        with Noting(where):
             if descriptors.is_gpu(memory, None, vram):
                 registry.remove_all(id(agent), (row[:2] for row in descriptors.rows(memory)))
                 agents.forget(id(agent))
