@@ -57,8 +57,11 @@ docs: $(VENV)/docs-ready
 
 bench: $(VENV)/ready
 	$(BIN)/python benchmarks/post.py
+	$(BIN)/python benchmarks/growth.py
+	$(BIN)/python benchmarks/threads.py
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/recording.py
+	$(BIN)/python benchmarks/memory.py
 
 clean:
 	rm -rf .venv* .rig build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

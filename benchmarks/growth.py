@@ -78,7 +78,7 @@ def draw(rows: dict[str, float]) -> None:
     for name, points in curves.items():
         axis.plot(*zip(*points, strict=True), marker="o", label=name)
     axis.axhline(TARGET_NS, color="grey", linestyle=":")
-    axis.set(xscale="log", xlabel="number", ylabel="ns added", ylim=(0, None))
+    axis.set(xscale="log", yscale="log", xlabel="number", ylabel="ns added", ylim=(100, None))
     axis.legend(fontsize=8)
     axis.grid(True, alpha=0.3)
     figure.tight_layout()

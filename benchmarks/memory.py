@@ -117,7 +117,11 @@ def on_gpus(backend: str) -> int:
             raise SystemExit(done.stderr[-2000:])
         for gpu, used in enumerate(json.loads(said[0][5:])):
             rows[f"GPU {gpu} {name}"] = used / (1 << 20)
-    write("memory-gpu", "Memory of each GPU taken by a process on the last", "MiB", rows, {"backend": backend})
+    sys.path.insert(0, str(RIG.parent / "gpu"))
+    from run import machine
+
+    details: dict[str, object] = {"backend": backend, "gpus": machine()}
+    write("memory-gpu", "Memory of each GPU taken by a process on the last", "MiB", rows, details)
     return 0
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verdicts with two witnesses: the second may spoil a verdict and never make one."""
+"""Verdicts with two witnesses: the second may spoil a verdict, and see the end of what the first saw begin."""
 
 from __future__ import annotations
 
@@ -72,6 +72,28 @@ def test_what_it_says_of_rank_1(name: str) -> None:
     if path is Path.UNPROVEN:
         assert any("(CUPTI)" in why for why in one.reasons)
         assert any("Two witnesses disagree" in cure for cure in one.advice)
+
+
+@pytest.mark.parametrize(
+    ("said", "path", "words"),
+    [
+        (AGREES["decode"], Path.CUDA_IPC, "of exactly the bytes"),
+        (account(N, SIZE - 1), Path.UNPROVEN, f"libfabric's calls are {N} of {SIZE:,}"),
+        (account(N - 1, SIZE), Path.UNPROVEN, f"reports {N - 1} copies"),
+        (absent(cupti.NOT_INSTALLED), Path.UNPROVEN, f"{N} copies were started and not seen to end"),
+    ],
+)
+def test_copies_that_libfabric_only_starts(said: dict[str, Any], path: Path, words: str) -> None:
+    """As its development head makes them: the GPU reports what has ended."""
+    files = perfect(2)
+    for name, rows in files.items():
+        for kinds in rows[-1]["calls"]["devices"].values():
+            if "copy_dtod" in kinds:
+                kinds["copy_async"] = kinds.pop("copy_dtod")
+        rows.insert(1, said if name == "decode1" else AGREES[name[:-1]])
+    zero, one = sorted(judge(run_of(files)).rows, key=lambda row: row.rank or 0)
+    assert (zero.path, one.path) == (Path.CUDA_IPC, path)
+    assert any(words in why for why in one.reasons), one.reasons
 
 
 def test_not_installed_is_said_once_and_changes_nothing() -> None:

@@ -6,13 +6,14 @@ handle opened (once for each allocation; libfabric keeps it) and a device-to-dev
 through host memory (SAR) is a copy to the host and one from it.
 
 Limits: the counts are of the process, not of a transfer or a peer, and start when libfabric was first used under the
-extension. A copy that libfabric starts asynchronously is counted as started. Calls of UCX and of NCCL are not counted.
+extension. A copy that libfabric starts asynchronously is counted as started; where the GPU itself reports as many
+copies of as many bytes (cupti), it has ended. Calls of UCX and of NCCL are not counted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 
@@ -30,8 +31,19 @@ class Calls:
     copy_failures: int = 0
     to_host_bytes: int = 0
     from_host_bytes: int = 0
-    #: Copies that were started and whose end nobody saw.
+    #: Copies that were started and whose end nobody saw, as libfabric's development head makes them.
     unended: int = 0
+    unended_bytes: int = 0
+
+    def ended(self) -> Calls:
+        """The same where somebody else saw them end: they are copies as any."""
+        return replace(
+            self,
+            copies=self.copies + self.unended,
+            copied_bytes=self.copied_bytes + self.unended_bytes,
+            unended=0,
+            unended_bytes=0,
+        )
 
     def minus(self, before: Calls) -> Calls:
         """What was added since ``before``."""
@@ -87,10 +99,11 @@ def total(recorded: Mapping[str, Any]) -> Calls:
         range_failures=of("range", "failures"),
         copies=of("copy_dtod", "calls") - of("copy_dtod", "failures"),
         copied_bytes=of("copy_dtod", "bytes"),
-        copy_failures=of("copy_dtod", "failures"),
+        copy_failures=of("copy_dtod", "failures") + of("copy_async", "failures"),
         to_host_bytes=of("copy_dtoh", "bytes"),
         from_host_bytes=of("copy_htod", "bytes"),
-        unended=of("copy_async", "calls"),
+        unended=of("copy_async", "calls") - of("copy_async", "failures"),
+        unended_bytes=of("copy_async", "bytes"),
     )
 
 

@@ -148,6 +148,8 @@ def judge(run: Run, ranks: int | None = None, compared: bool = True) -> Judgemen
         compared: whether CUDA_IPC and NIC need the bytes to have been compared by the application.
     """
     problems = list(run.problems)
+    for process in run.processes:
+        _credit_ended(process)
     directions = _directions(run, problems)
     if not directions:
         seen = len(run.processes)
@@ -360,12 +362,22 @@ def _witness(poster: Process, peer: Process | None) -> str:
     return f"second witness: the GPUs themselves report {' and '.join(told)} between GPUs, as libfabric's calls say"
 
 
+def _credit_ended(process: Process) -> None:
+    """Copies that libfabric started are copies made, where the GPU itself reports them all: it tells of ended ones."""
+    seen, calls, ever = process.witness, process.calls, process.calls_ever
+    if seen is None or seen.reason or calls is None or ever is None or not ever.unended:
+        return
+    if (seen.copies, seen.copied_bytes) == (ever.ended().copies, ever.ended().copied_bytes):
+        process.calls, process.calls_ever = calls.ended(), ever.ended()
+
+
 def _disagreements(process: Process) -> list[str]:
     """Where the GPU's own account differs from libfabric's calls: both since before libfabric was first used."""
     seen, calls = process.witness, process.calls_ever
     if seen is None or seen.reason or calls is None:
         return []
     result = []
+    calls = calls.ended()  # as many as were started, at least
     if (seen.copies, seen.copied_bytes) != (calls.copies, calls.copied_bytes):
         result.append(
             f"{process.file}: the GPU (CUPTI) reports {seen.copies} copies of {seen.copied_bytes:,} bytes between "
@@ -547,7 +559,9 @@ def _ipc(direction: _Direction, related: _Related) -> tuple[Path, list[str]]:
         if calls.from_host_bytes:
             against.append(f"{peer.file}: libfabric also copied {calls.from_host_bytes:,} bytes from the host")
         if calls.unended:
-            against.append(f"{peer.file}: {calls.unended} copies were started and not seen to end")
+            against.append(
+                f"{peer.file}: {calls.unended} copies were started and not seen to end: cupti-python sees it"
+            )
     if any(d.peer is None for d in group):
         against.append("one of these processes also sends to one that left no record")
     if against:

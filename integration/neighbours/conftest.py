@@ -28,7 +28,6 @@ NEIGHBOURS = (
     "coverage==7.17.5",
     "pytest==9.2.0",
     "pytest-xdist==3.8.0",
-    TORCH,
 )
 
 Twice = Callable[..., tuple["subprocess.CompletedProcess[str]", "subprocess.CompletedProcess[str]"]]
@@ -47,15 +46,26 @@ def rig() -> Rig:
 
 
 @pytest.fixture(scope="session")
-def environment() -> Environment:
-    return prepare("neighbours", *NEIGHBOURS)
+def environments() -> Callable[[bool], Environment]:
+    """The environment with torch, or the one with all the others."""
+    made: dict[bool, Environment] = {}
+
+    def get(torch: bool) -> Environment:
+        if torch not in made:
+            made[torch] = prepare("neighbours-torch", TORCH) if torch else prepare("neighbours", *NEIGHBOURS)
+        return made[torch]
+
+    return get
 
 
 @pytest.fixture
-def twice(rig: Rig, environment: Environment, tmp_path: Path) -> Twice:
+def twice(rig: Rig, environments: Callable[[bool], Environment], tmp_path: Path) -> Twice:
     """Run ``python ARGUMENTS…`` in two fresh folders: what it said with the hooks on, and without."""
 
-    def run(*arguments: str, limit: float = 400, **variables: str) -> tuple[subprocess.CompletedProcess[str], ...]:
+    def run(
+        *arguments: str, limit: float = 400, torch: bool = False, **variables: str
+    ) -> tuple[subprocess.CompletedProcess[str], ...]:
+        environment = environments(torch)
         done = []
         for name, switch in (("with", {}), ("without", {"CTXFIX_DISABLE": "1"})):
             folder = tmp_path / name
