@@ -72,9 +72,16 @@ def ran(report: Path) -> int:
 def test_cpython(twice: Twice, module: str, tmp_path: Path) -> None:
     if importlib.util.find_spec(f"test.{module}") is None:
         pytest.skip(f"this Python ({sys.version.split()[0]}) comes without test.{module}")
-    twice("-m", "test", module, "--timeout", "300", "--junit-xml", "report.xml", limit=900)
     reports = [tmp_path / name / "report.xml" for name in ("with", "without")]
-    with_, without = map(failing, reports)
+
+    def run() -> tuple[set[str], set[str]]:
+        twice("-m", "test", module, "--timeout", "300", "--junit-xml", "report.xml", limit=900)
+        return failing(reports[0]), failing(reports[1])
+
+    with_, without = run()
+    if not with_ <= without:  # some of these tests depend on time: ours fails every time
+        again, too = run()
+        with_, without = with_ & again, without | too
     print(f"{module}: {ran(reports[0])} run; failing with ctxfix {len(with_)}, without {len(without)}")
     assert ran(reports[0]) == ran(reports[1]) > 0
     assert with_ <= without, with_ - without
