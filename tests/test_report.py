@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import xml.etree.ElementTree as ET
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from evidence_of import perfect, run_of, write
+from rich.console import Console
 from test_verdict import through_the_host
 
 from ctxfix import cli
@@ -84,6 +86,17 @@ def test_the_page_stands_alone_and_is_escaped(tmp_path: Path) -> None:
     ET.fromstring(page[page.index("<svg") : page.index("</svg>") + 6])
     assert "host memory" in page
     assert report.html(verdict.judge(run_of({}))).count("<svg") == 0
+
+
+def test_what_nvlink_carried_is_told_where_it_was_counted() -> None:
+    judgement = verdict.judge(run_of(perfect(2)))
+    assert "NVLink" not in report.html(judgement) and verdict.as_json(judgement)["nvlink"] == ""
+    judgement.nvlink = "NVLink carried 3,072 bytes <meanwhile>"
+    shown = io.StringIO()
+    Console(width=200, file=shown).print(report.table(judgement))
+    assert judgement.nvlink in shown.getvalue()
+    assert "NVLink carried 3,072 bytes &lt;meanwhile&gt;" in report.html(judgement)
+    assert verdict.as_json(judgement)["nvlink"] == judgement.nvlink
 
 
 def test_numbers_as_people_read_them() -> None:

@@ -119,6 +119,7 @@ def table(judgement: Judgement, title: str = "") -> RenderableType:
         parts += [text(f"  ⇒ {cure}", "bold") for cure in row.advice]
     # Each process speaks in several rows.
     parts += [text(words, "dim") for words in dict.fromkeys(row.witness for row in judgement.rows if row.witness)]
+    parts += [text(judgement.nvlink, "dim")] if judgement.nvlink else []
     parts += [text(f"! {problem}", "yellow") for problem in judgement.problems]
     parts.append(text(judgement.reason, "green" if judgement.code == 0 else "red"))
     return Group(*parts)
@@ -238,6 +239,7 @@ def html(judgement: Judgement, title: str = "ctxfix report") -> str:
 {_svg(judgement.rows)}
 <div class="wide"><table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>
 {f"<h2>Why, and what to do</h2>{reasons}" if reasons else ""}
+{f"<p>{e(judgement.nvlink)}</p>" if judgement.nvlink else ""}
 {f"<h2>About the records</h2>{problems}" if problems else ""}
 </body></html>
 """

@@ -27,7 +27,7 @@ from typing import Any
 
 from ctxfix.cli import show
 from ctxfix.errors import CtxfixError, EvidenceError, VerifyError
-from ctxfix.evidence import efa, identity, merge, records
+from ctxfix.evidence import efa, identity, merge, nvlink, records
 from ctxfix.verify import gpu, shapes
 from ctxfix.verify.verdict import Judgement, judge
 
@@ -177,12 +177,15 @@ def _carry_out(options: argparse.Namespace, plan: Plan, folder: str) -> int:
             inner = os.path.join(folder, "without" if disabled else "with")
             os.makedirs(inner, mode=0o700, exist_ok=True)
         times: Times = {}
+        links = nvlink.read()
         problems = run_once(plan, inner, disabled, quiet, times)
+        carried = nvlink.told(links, nvlink.read())
         if 0 not in plan.ranks:
             if problems:
                 raise VerifyError("; ".join(problems))
             continue
         judgements[disabled] = _judge(plan, inner, problems)
+        judgements[disabled].nvlink = carried
         judgements[disabled].times = [
             {"direction": direction, "shape": shape, "bytes": sizes[shape], "ms": [round(s * 1e3, 3) for s in seconds]}
             for (direction, shape), seconds in sorted(times.items())

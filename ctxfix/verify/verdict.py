@@ -117,6 +117,8 @@ class Judgement:
     reason: str
     #: For each direction and shape of a verification the time of every transfer, from its post until NIXL said DONE.
     times: list[dict[str, Any]] = field(default_factory=list)
+    #: What NVLink carried during a verification, of whomever; empty where the driver does not count it.
+    nvlink: str = ""
 
 
 @dataclass
@@ -705,6 +707,7 @@ def as_json(judgement: Judgement) -> dict[str, Any]:
         "rows": rows,
         "problems": judgement.problems,
         "times": judgement.times,
+        "nvlink": judgement.nvlink,
     }
 
 
