@@ -1083,6 +1083,16 @@ API CUresult cuMemcpy(CUdeviceptr to, CUdeviceptr from, size_t bytes)
     return copy((void *)to, (void *)from, bytes);
 }
 
+/* Copies here have ended when they return, so the default stream is always through; there is no other. */
+API CUresult cuStreamSynchronize(void *stream)
+{
+    CALL();
+    CURRENT_OR_RETURN(context);
+    (void)context;
+    pthread_mutex_unlock(&lock);
+    return stream ? CUDA_ERROR_NOT_SUPPORTED : CUDA_SUCCESS;
+}
+
 API CUresult cuMemsetD8_v2(CUdeviceptr to, unsigned char value, size_t bytes)
 {
     CALL();
@@ -1291,4 +1301,3 @@ NOT_HERE(cuMemcpyDtoDAsync_v2)
 NOT_HERE(cuStreamAddCallback)
 NOT_HERE(cuStreamCreate)
 NOT_HERE(cuStreamDestroy_v2)
-NOT_HERE(cuStreamSynchronize)

@@ -168,3 +168,20 @@ def test_topology_has_the_fake_gpus_addresses(fake_driver: Rig) -> None:
     shown = topology()
     for bus in run(fake_driver, code, FAKECUDA_NDEV="8")["buses"]:
         assert f'pci_busid="{bus}" pci_type="0302' in shown
+
+
+def test_the_default_stream_is_always_through(fake_driver: Rig) -> None:
+    """Who makes copies whole waits for it where there is no stream of its own."""
+    script = """
+import ctypes
+cuda = ctypes.CDLL("libcuda.so.1")
+context = ctypes.c_void_p()
+assert cuda.cuInit(0) == 0 and cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 1) == 0
+print(cuda.cuStreamSynchronize(None), end=" ")
+assert cuda.cuCtxSetCurrent(context) == 0
+print(cuda.cuStreamSynchronize(None), cuda.cuStreamSynchronize(ctypes.c_void_p(8)))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=fake_driver.env(), capture_output=True, text=True, timeout=30
+    )
+    assert done.stdout.split() == ["201", "0", "801"], done.stderr
