@@ -603,3 +603,19 @@ def test_deactivation_in_the_middle_of_a_call_still_restores(host: Nixl, cuda: F
     agent.transfer(handle)
     assert host.context_of("transfer") == 0, "off"
     assert driver.current() == 0
+
+
+def test_an_agent_never_gets_the_thread_group_of_one_that_is_gone(host: Nixl, cuda: FakeCuda) -> None:
+    """Python gives the id of an agent that never registered to another one."""
+    from ctxfix.native import agents
+
+    if not agents.enabled():
+        pytest.skip("the extension is not built: there are no thread groups")
+    cls = host.module.nixl_agent
+    agent = cls.__new__(cls)
+    agents._groups[id(agent)] = stale = 1 << 20  # as if one had lived there
+    agent.__init__("new")
+    assert agents._groups[id(agent)] != stale
+    group = agents._groups[id(agent)]
+    agent.create_backend("X")
+    assert agents._groups[id(agent)] == group, "a backend made later is of the same agent"

@@ -53,8 +53,11 @@ def _disarm(before: native.Armed) -> None:
 
 
 @contextmanager
-def starting(agent: int) -> Iterator[None]:
-    """For the length of a ``with`` block, threads that the calling thread starts are of ``agent`` (its ``id()``)."""
+def starting(agent: int, new: bool = False) -> Iterator[None]:
+    """For the length of a ``with`` block, threads that the calling thread starts are of ``agent`` (its ``id()``).
+
+    ``new``: whatever is known of that id is of an agent that is gone.
+    """
     if not enabled():
         yield
         return
@@ -62,6 +65,8 @@ def starting(agent: int) -> Iterator[None]:
     try:
         try:
             native.install()
+            if new:
+                _groups.pop(agent, None)
             group = _groups.get(agent) or _groups.setdefault(agent, native.new_group())
             before = native.present()
             native.arm(affinity.preferred(driver.current()), group)

@@ -124,7 +124,8 @@ def hooks(vram: Any) -> dict[str, Hook]:
         driver.attach()
 
         def make() -> Any:
-            with agents.starting(id(agent)):
+            # An agent that is being made may have got the id of one that is gone.
+            with agents.starting(id(agent), new=getattr(wrapped, "__name__", "") == "__init__"):
                 return wrapped(*args, **kwargs)
 
         result = in_context("nixl_agent.create_backend", context_of_newcomer, make)

@@ -45,7 +45,7 @@ def test_every_contender_in_every_cell(rig: Rig, tmp_path: Path) -> None:
     for cell, rows in cells.items():
         assert set(rows) == {f"NIXL 1.4.0 {way}" for way in ("as shipped", "ctxfix", "set_device")}, cell
         for row in rows.values():
-            assert row["rounds"] == 4 and row["right"] is True and row["best"] == min(row["ms"]), row
+            assert 1 <= row["rounds"] <= 4 and row["right"] is True and row["best"] == min(row["ms"]), row
     assert said.count("\n") == 1 + len(cells)
 
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'ctxfix[bench]'")
