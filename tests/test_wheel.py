@@ -136,3 +136,15 @@ def test_sbom_names_the_sources_of_the_extension(wheel: Path, tmp_path: Path) ->
         for path in (ROOT / "ctxfix" / "native").glob("*.[ch]")
     }
     assert sources(wheel) == expected
+
+
+@pytest.mark.parametrize(("configured", "stable"), [("", True), ("#define Py_GIL_DISABLED 1\n", False)])
+def test_a_free_threaded_python_gets_an_extension_of_its_own_abi(tmp_path: Path, configured: str, stable: bool) -> None:
+    """Until 3.15 it has no stable ABI. pyconfig.h tells, and the source has to ask it before it includes Python.h."""
+    (tmp_path / "pyconfig.h").write_text(configured)
+    (tmp_path / "Python.h").write_text("#ifdef Py_LIMITED_API\nstable\n#else\nown\n#endif\n")
+    source = ROOT / "ctxfix" / "native" / "_native.c"
+    done = run(["cc", "-E", "-P", f"-I{tmp_path}", str(source)])
+    assert done.returncode == 0, done.stderr
+    assert ("stable" in done.stdout.split(), "own" in done.stdout.split()) == (stable, not stable)
+    assert ("PyUnstable_Module_SetGIL" in done.stdout) is not stable, "it needs no GIL, and has to say so"

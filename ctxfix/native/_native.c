@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The Python face of the extension; ctxfix/native/__init__.py says what each function means. */
 #define PY_SSIZE_T_CLEAN
+#include <pyconfig.h> /* says Py_GIL_DISABLED; a free-threaded Python before 3.15 has no stable ABI */
 #ifndef Py_GIL_DISABLED
 #define Py_LIMITED_API 0x030A0000
 #endif
