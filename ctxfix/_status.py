@@ -11,6 +11,7 @@ import os
 import platform
 import site
 import sys
+import sysconfig
 from dataclasses import asdict
 from importlib import import_module
 from typing import Any
@@ -27,7 +28,8 @@ def status() -> dict[str, Any]:
     Imports no host and no CUDA. Never raises for what is missing: it says so.
 
     Returns:
-        ``version``, ``location``, ``python``; ``active`` (bool) and ``reason``; ``start_files`` and ``started_by``;
+        ``version``, ``location``, ``python`` (``gil``: whether its lock is on now); ``active`` (bool) and ``reason``;
+        ``start_files`` and ``started_by``;
         ``targets``: by module of a host its ``version``, ``state`` and ``reason``; ``sglang_plugin``, ``threads``,
         ``native``: state and reason of each; ``libraries``: versions; ``settings``, with ``problems``; ``counters`` as
         :func:`ctxfix.stats` gives them; ``failures``: the first of each place.
@@ -41,6 +43,8 @@ def status() -> dict[str, Any]:
             "version": platform.python_version(),
             "implementation": platform.python_implementation(),
             "executable": sys.executable,
+            "free_threaded": bool(sysconfig.get_config_var("Py_GIL_DISABLED")),
+            "gil": getattr(sys, "_is_gil_enabled", lambda: True)(),
         },
         "active": _startup.installed(),
         "reason": _reason(),

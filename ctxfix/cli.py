@@ -96,6 +96,11 @@ def _print_status(report: dict[str, Any]) -> None:
     row("activation", "on" if report["active"] else "off", report["reason"])
     python = report["python"]
     row("interpreter", f"{python['implementation']} {python['version']}", python["executable"])
+    if python["free_threaded"]:
+        if python["gil"]:
+            row("GIL", "on", "another module, or PYTHON_GIL=1, turned it on")
+        else:
+            row("GIL", "off", "ctxfix and its native part need none")
     row("package", "", report["location"])
     files = report["start_files"]
     for file in [file for file in files if file["runs"]] or files:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -252,6 +253,22 @@ def test_status_text_tells_all(capsys: pytest.CaptureFixture[str]) -> None:
         "patching nixl_cu12._api: PatchError: no class [nixl_agent]",
     ):
         assert expected in text
+
+
+@pytest.mark.parametrize(("gil", "said"), [(False, ["off", "ctxfix and its native part need none"]), (True, ["on"])])
+def test_status_says_whether_a_free_threaded_python_has_its_lock(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gil: bool, said: list[str]
+) -> None:
+    assert ("GIL" in shown(capsys)) == bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: gil, raising=False)
+    monkeypatch.setattr("sysconfig.get_config_var", lambda name: 1 if name == "Py_GIL_DISABLED" else None)
+    line = next(line for line in shown(capsys).splitlines() if line.split()[:1] == ["GIL"])
+    assert all(words in line for words in said)
+
+
+def shown(capsys: pytest.CaptureFixture[str]) -> str:
+    assert cli.main(["status"]) == 0
+    return capsys.readouterr().out
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,10 +3,12 @@
 
     integration/load/test_load.py runs it; by hand, in the rig's environment: python load.py [--posts N] [--threads N]
 
-A server at 20 requests a second posts 72,000 KV transfers an hour: --posts 72000. Each thread has a buffer on one GPU,
-and sits on the other. In turn it registers its buffer, makes a transfer, posts, polls until it is done, releases and
-deregisters, with one of the agents, which it shares. One line of JSON tells the rate, and what is left when all is
-given back: host memory, Python objects, ranges in the registry, transfers.
+A rank of a server at 20 requests a second posts 72,000 KV transfers an hour, one for each request: --posts 72000. Each
+thread has a buffer on one GPU, and sits on the other. In turn it registers its buffer, makes a transfer, posts, polls
+until it is done, releases and deregisters, with one of the agents, which it shares. One line of JSON tells the rate,
+and what is left when all is given back: host memory, Python objects, ranges in the registry, transfers, and import
+slots and thread groups of the extension. With --own-lock the program itself keeps threads from registering with one
+agent at once, as it must without ctxfix: NIXL crashes. convoy.py compares the rates.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import os
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "rig"))
 
 from transfer import GpuMemory, make_current  # noqa: E402
 
-GPUS, AGENTS, SIZE = 2, 4, 4096
+AGENTS, SIZE = 4, 4096
+PARTS = 4  # memory is looked at after each
 
 
 def private_kib() -> int:
@@ -34,42 +38,44 @@ def private_kib() -> int:
 
 
 class Load:
-    def __init__(self, threads: int) -> None:
+    def __init__(self, count: int, gpus: list[int], own_lock: bool) -> None:
         import nixl_cu12._api as api
 
         make_current(0)
         self.agents = [api.nixl_agent(f"load{i}", api.nixl_agent_config(backends=["LIBFABRIC"])) for i in range(AGENTS)]
         self.peer = api.nixl_agent("peer", api.nixl_agent_config(backends=["LIBFABRIC"]))
-        self.target = GpuMemory(0, SIZE)
-        self.peer.register_memory([(self.target.address, SIZE, 0, "")], "VRAM")
+        self.locks = [threading.Lock() if own_lock else nullcontext() for _ in self.agents]
+        self.target = GpuMemory(gpus[-1], SIZE)
+        self.peer.register_memory([(self.target.address, SIZE, self.target.gpu, "")], "VRAM")
         for agent in self.agents:
             agent.add_remote_agent(self.peer.get_agent_metadata())
-        self.buffers = [GpuMemory(i % GPUS, SIZE) for i in range(threads)]
+        self.buffers = [GpuMemory(gpus[i % len(gpus)], SIZE) for i in range(count)]
         self.errors: list[str] = []
         self.heard = 0
 
-    def once(self, number: int, agent: Any) -> None:
+    def once(self, number: int) -> None:
         buffer = self.buffers[number]
-        registered = agent.register_memory([(buffer.address, SIZE, buffer.gpu, "")], "VRAM")
+        agent, lock = self.agents[number % AGENTS], self.locks[number % AGENTS]
+        with lock:
+            registered = agent.register_memory([(buffer.address, SIZE, buffer.gpu, "")], "VRAM")
         local = agent.get_xfer_descs([(buffer.address, SIZE, buffer.gpu)], "VRAM")
-        target = agent.get_xfer_descs([(self.target.address, SIZE, 0)], "VRAM")
+        target = agent.get_xfer_descs([(self.target.address, SIZE, self.target.gpu)], "VRAM")
         handle = agent.initialize_xfer("WRITE", local, target, "peer", b"done")
         state = agent.transfer(handle)
         while state == "PROC":
             time.sleep(0)
             state = agent.check_xfer_state(handle)
         agent.release_xfer_handle(handle)
-        agent.deregister_memory(registered)
+        with lock:
+            agent.deregister_memory(registered)
         if state != "DONE":
             raise RuntimeError(f"a transfer ended as {state}")
 
     def work(self, number: int, posts: int) -> None:
-        other = (number + 1) % GPUS  # never its buffer's
-        make_current(other)
-        agent = self.agents[number % AGENTS]
+        make_current(1 - self.buffers[number].gpu)  # never its buffer's
         try:
             for _ in range(posts):
-                self.once(number, agent)
+                self.once(number)
         except Exception as error:  # told in the result
             self.errors.append(f"thread {number}: {error!r}")
 
@@ -93,10 +99,15 @@ def left() -> dict[str, Any]:
     if os.environ.get("CTXFIX_DISABLE") == "1":
         return {}
     import ctxfix
-    from ctxfix.patches import nixl
+    from ctxfix import native
+    from ctxfix.native import agents
+    from ctxfix.patches import nixl, registration
     from ctxfix.registry import registry
 
     return {
+        "slots": native.counters()["slots"]["patched"] if native.available() else 0,
+        "groups": len(agents._groups),
+        "agents": len(registration._watched),
         "ranges": len(registry),
         "transfers": len(nixl._transfers),
         "prepared": len(nixl._prepared),
@@ -109,16 +120,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--posts", type=int, default=72_000)
     parser.add_argument("--threads", type=int, default=16)
+    parser.add_argument("--gpus", type=lambda text: [int(gpu) for gpu in text.split(",")], default=[0, 1])
+    parser.add_argument("--own-lock", action="store_true")
     options = parser.parse_args()
-    load = Load(options.threads)
+    load = Load(options.threads, options.gpus, options.own_lock)
     load.run(max(options.posts // 8, 10 * options.threads))  # until all that is allocated once has been
-    left()
-    before, objects = private_kib(), len(gc.get_objects())
-    seconds = load.run(options.posts)
-    rest = left()
-    grown = {"grown_kib": private_kib() - before, "grown_objects": len(gc.get_objects()) - objects}
-    done = options.posts // options.threads * options.threads
+    first = left()
+    memory, seconds, objects = [private_kib()], 0.0, len(gc.get_objects())
+    for _ in range(PARTS):
+        seconds += load.run(options.posts // PARTS)
+        rest = left()
+        memory.append(private_kib())
+    grown = {"kib": memory, "grown_objects": len(gc.get_objects()) - objects}
+    done = options.posts // PARTS // options.threads * options.threads * PARTS
     result = {"posts": done, "threads": options.threads, "seconds": seconds, "per_second": done / seconds}
+    rest["slots_before"] = first.get("slots")
     print(json.dumps({**result, "errors": load.errors, "heard": load.heard, **grown, **rest}), flush=True)
     os._exit(bool(load.errors))
 
