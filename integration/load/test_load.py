@@ -15,7 +15,7 @@ import pytest
 from missing import or_skip
 from rig import Post, Rig, read_posts
 
-POSTS = int(os.environ.get("LOAD_POSTS", "3200"))  # 72,000: an hour of a server at 20 requests a second
+POSTS = int(os.environ.get("LOAD_POSTS", "2000"))  # 72,000: an hour of a server at 20 requests a second
 pytestmark = pytest.mark.timeout(120 + POSTS // 50)
 
 
