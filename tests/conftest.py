@@ -113,10 +113,13 @@ def cuda(fake_driver: FakeCuda) -> Iterator[FakeCuda]:
 @pytest.fixture
 def host(cuda: FakeCuda) -> Iterator[Nixl]:
     """NIXL's stand-in under our hooks, on the fake driver."""
+    from ctxfix.native import agents
     from ctxfix.patches import nixl, registration
 
     registration.nixl_switches = False
     registration._watched.clear()
+    registration._registering.clear()
+    agents._groups.clear()
     host = Nixl(cuda)
     nixl.apply(host.module)
     yield host

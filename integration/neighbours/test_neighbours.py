@@ -219,6 +219,42 @@ def test_ddtrace(twice: Twice) -> None:
     assert result == {"futures": [True] * 4, "thread": [False]}  # ddtrace takes its context to executors only
 
 
+@pytest.mark.parametrize("first", ["ddtrace", "ctxfix"])
+def test_ddtraces_profiler(twice: Twice, first: str) -> None:
+    """It replaces Thread._bootstrap_inner, as ctxfix does, below it or on top: both see each thread."""
+    script = """
+        {start}
+        import json, threading
+        from concurrent.futures import ThreadPoolExecutor
+        import ctxfix
+        from ddtrace.internal.datadog.profiling import stack
+        unregister, ended, done = stack.unregister_thread, [], []
+        stack.unregister_thread = lambda ident: (ended.append(ident), unregister(ident))[1]
+        threads = [threading.Thread(target=done.append, args=(i,)) for i in range(5)]
+        threads.append(threading.Timer(0.01, done.append, (5,)))
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+        with ThreadPoolExecutor(1) as pool:
+            done += pool.map(int, "67")
+        print(ctxfix.stats()["threads_bound"])
+        print(json.dumps({{"done": sorted(done), "ended": len(ended)}}))
+    """
+    runs = twice(
+        *(DDTRACE_RUN if first == "ddtrace" else ()),
+        "-c",
+        dedent(script.format(start="import ddtrace.profiling.auto" if first == "ctxfix" else "")),
+        DD_PROFILING_ENABLED=str(first == "ddtrace"),
+        # Where gevent is installed, ddtrace-run drops the threading module that it has patched and the program gets
+        # another one: the two would never meet.
+        DD_UNLOAD_MODULES_FROM_SITECUSTOMIZE="false",
+        **DDTRACE_QUIET,
+    )
+    for bound, run in zip(("7", "0"), runs, strict=True):
+        said_bound, result = run.stdout.splitlines()[-2:]
+        assert json.loads(result) == {"done": list(range(8)), "ended": 7}, run.stderr[-3000:]
+        assert said_bound == bound, run.stderr[-3000:]
+
+
 def test_coverage_of_threads(twice: Twice, tmp_path: Path) -> None:
     program = """
         import threading
