@@ -19,12 +19,12 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 from ctxfix.driver import Owner
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Registration:
     """A registered range ``[start, end)`` and its owner when it was registered.
 
@@ -48,7 +48,8 @@ class _Contexts:
 
     def add(self, context: int) -> None:
         self._refs[context] += 1
-        self.all = tuple(self._refs)
+        if self._refs[context] == 1:
+            self.all = tuple(self._refs)
 
     def drop(self, context: int) -> None:
         self._refs[context] -= 1
@@ -87,9 +88,15 @@ class Registry:
 
     def add(self, agent: int, start: int, length: int, owner: Owner, buffer_id: int = 0) -> None:
         """Record that ``agent`` registered ``length`` bytes at ``start``; a length of 0 is ignored."""
-        if length <= 0:
-            return
-        self._change(partial(self._add, agent, Registration(start, start + length, owner, buffer_id)))
+        self.add_all(agent, [(start, length, owner, buffer_id)])
+
+    def add_all(self, agent: int, ranges: Iterable[tuple[int, int, Owner, int]]) -> None:
+        """Record that ``agent`` registered each range (start, length, owner, buffer id), as ``add`` does."""
+        news = [
+            Registration(at, at + length, owner, buffer_id) for at, length, owner, buffer_id in ranges if length > 0
+        ]
+        if news:
+            self._change(partial(self._add_all, agent, news))
 
     def remove(self, agent: int, start: int, length: int) -> bool:
         """Forget one registration of exactly this range by ``agent``; False if there is none."""
@@ -138,12 +145,13 @@ class Registry:
         finally:
             self._busy = False
 
-    def _add(self, agent: int, new: Registration) -> None:
+    def _add_all(self, agent: int, news: Sequence[Registration]) -> None:
         ranges = self._agents[agent]
-        ranges.registrations[new.start, new.end - new.start].append(new)
-        ranges.contexts.add(new.owner.context)
-        self._contexts.add(new.owner.context)
-        self._insert(new)
+        for new in news:
+            ranges.registrations[new.start, new.end - new.start].append(new)
+            ranges.contexts.add(new.owner.context)
+            self._contexts.add(new.owner.context)
+        self._insert_all(news)
 
     def _remove(self, agent: int, ranges: Iterable[tuple[int, int]], found: list[Registration]) -> None:
         known = self._agents.get(agent)
@@ -174,9 +182,10 @@ class Registry:
                 ranges.contexts.add(registration.owner.context)
             if not kept:
                 del self._agents[agent]
-        for registration in sorted(self._all(), key=attrgetter("number")):
+        everything = sorted(self._all(), key=attrgetter("number"))
+        for registration in everything:
             self._contexts.add(registration.owner.context)
-            self._insert(registration)
+        self._insert_all(everything)
 
     def _all(self) -> Iterator[Registration]:
         for ranges in self._agents.values():
@@ -216,6 +225,25 @@ class Registry:
 
     # ---- segments
 
+    def _insert_all(self, news: Sequence[Registration]) -> None:
+        if not (len(news) > 1 and len(news) * 16 >= len(self._starts) and self._merge(news)):
+            for new in news:
+                self._insert(new)
+
+    def _merge(self, news: Sequence[Registration]) -> bool:
+        """Insert many at once, in one pass instead of a shift of everything for each; False: some overlap."""
+        segments = [*zip(self._starts, self._ends, self._stacks, strict=True), *((r.start, r.end, (r,)) for r in news)]
+        segments.sort(key=itemgetter(0))
+        if any(end > start for (_, end, _), (start, _, _) in itertools.pairwise(segments)):
+            return False
+        self._set_segments(segments)
+        return True
+
+    def _set_segments(self, segments: Sequence[tuple[int, int, tuple[Registration, ...]]]) -> None:
+        self._starts = [start for start, _, _ in segments]
+        self._ends = [end for _, end, _ in segments]
+        self._stacks = [stack for _, _, stack in segments]
+
     def _insert(self, new: Registration) -> None:
         at = new.start
         i = self._split(new.start)
@@ -245,9 +273,7 @@ class Registry:
                 segments[-1] = (segments[-1][0], end, left)
             elif left:
                 segments.append((start, end, left))
-        self._starts = [start for start, _, _ in segments]
-        self._ends = [end for _, end, _ in segments]
-        self._stacks = [stack for _, _, stack in segments]
+        self._set_segments(segments)
         for old in olds:
             self._contexts.drop(old.owner.context)
 
