@@ -19,7 +19,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 
 from ctxfix.driver import Owner
 
@@ -88,13 +88,10 @@ class Registry:
 
     def add(self, agent: int, start: int, length: int, owner: Owner, buffer_id: int = 0) -> None:
         """Record that ``agent`` registered ``length`` bytes at ``start``; a length of 0 is ignored."""
-        self.add_all(agent, [(start, length, owner, buffer_id)])
+        self.add_all(agent, [Registration(start, start + length, owner, buffer_id)] if length > 0 else [])
 
-    def add_all(self, agent: int, ranges: Iterable[tuple[int, int, Owner, int]]) -> None:
-        """Record that ``agent`` registered each range (start, length, owner, buffer id), as ``add`` does."""
-        news = [
-            Registration(at, at + length, owner, buffer_id) for at, length, owner, buffer_id in ranges if length > 0
-        ]
+    def add_all(self, agent: int, news: Sequence[Registration]) -> None:
+        """Record that ``agent`` made these registrations, none of them empty, one after the other."""
         if news:
             self._change(partial(self._add_all, agent, news))
 
@@ -232,17 +229,15 @@ class Registry:
 
     def _merge(self, news: Sequence[Registration]) -> bool:
         """Insert many at once, in one pass instead of a shift of everything for each; False: some overlap."""
-        segments = [*zip(self._starts, self._ends, self._stacks, strict=True), *((r.start, r.end, (r,)) for r in news)]
-        segments.sort(key=itemgetter(0))
-        if any(end > start for (_, end, _), (start, _, _) in itertools.pairwise(segments)):
+        starts = [*self._starts, *(new.start for new in news)]
+        ends = [*self._ends, *(new.end for new in news)]
+        order = sorted(range(len(starts)), key=starts.__getitem__)
+        if any(ends[i] > starts[j] for i, j in itertools.pairwise(order)):
             return False
-        self._set_segments(segments)
+        stacks = [*self._stacks, *((new,) for new in news)]
+        self._starts, self._ends = [starts[i] for i in order], [ends[i] for i in order]
+        self._stacks = [stacks[i] for i in order]
         return True
-
-    def _set_segments(self, segments: Sequence[tuple[int, int, tuple[Registration, ...]]]) -> None:
-        self._starts = [start for start, _, _ in segments]
-        self._ends = [end for _, end, _ in segments]
-        self._stacks = [stack for _, _, stack in segments]
 
     def _insert(self, new: Registration) -> None:
         at = new.start
@@ -273,7 +268,9 @@ class Registry:
                 segments[-1] = (segments[-1][0], end, left)
             elif left:
                 segments.append((start, end, left))
-        self._set_segments(segments)
+        self._starts = [start for start, _, _ in segments]
+        self._ends = [end for _, end, _ in segments]
+        self._stacks = [stack for _, _, stack in segments]
         for old in olds:
             self._contexts.drop(old.owner.context)
 

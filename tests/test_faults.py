@@ -35,7 +35,7 @@ from ctxfix.driver import Owner
 from ctxfix.errors import CtxfixError
 from ctxfix.patches import host as host_patch
 from ctxfix.patches import nixl, registration
-from ctxfix.registry import Registry, registry
+from ctxfix.registry import Registration, Registry, registry
 
 TROUBLE = ("hook_failures", "unknown_owners", "device_fallbacks", "stale_owners", "unsynchronised_ranges")
 
@@ -525,7 +525,7 @@ def test_a_change_of_the_registry_broken_off_at_every_moment(change: str, monkey
     gpu = [Owner(0x1000, 0), Owner(0x2000, 1)]
     work: dict[str, Callable[[Registry], object]] = {
         "add": lambda r: r.add(3, 120, 100, gpu[1]),
-        "add_all": lambda r: r.add_all(3, [(210, 40, gpu[1], 0), (90, 10, gpu[0], 0)]),
+        "add_all": lambda r: r.add_all(3, [Registration(210, 250, gpu[1], 0), Registration(90, 100, gpu[0], 0)]),
         "remove": lambda r: r.remove(2, 150, 100),
         "forget": lambda r: r.forget(2),
         "find": lambda r: r.find(160),

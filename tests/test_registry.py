@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctxfix.driver import Owner
-from ctxfix.registry import Registry
+from ctxfix.registry import Registration, Registry
 
 GPU0, GPU1 = Owner(0x1000, 0), Owner(0x2000, 1)
 
@@ -79,12 +79,11 @@ def test_contexts_appear_and_vanish_with_their_registrations() -> None:
 @pytest.mark.parametrize("order", [1, -1, 7], ids=["up", "down", "mixed"])
 def test_many_ranges_come_at_once(before: int, order: int) -> None:
     registry = Registry()
-    registry.add_all(1, [(20 * i, 10, GPU0, 0) for i in range(before)])
-    ranges = [(20 * i + 10, 10, GPU1, 0) for i in range(1000)][:: 1 if order == 7 else order]
-    ranges = [ranges[i * order % 1000] for i in range(1000)] if order == 7 else ranges
-    registry.add_all(2, ranges)
+    registry.add_all(1, [Registration(20 * i, 20 * i + 10, GPU0, 0) for i in range(before)])
+    starts = [20 * (i * order % 1000) + 10 for i in range(1000)]
+    registry.add_all(2, [Registration(start, start + 10, GPU1, 0) for start in starts])
     assert len(registry) == len(registry._starts) == before + 1000
-    assert [owner_at(registry, start) for start, *_ in ranges] == [GPU1] * 1000
+    assert [owner_at(registry, start) for start in starts] == [GPU1] * 1000
     assert [owner_at(registry, 20 * i) for i in range(1000)] == [GPU0 if i < before else None for i in range(1000)]
     assert registry.contexts_of(2) == (GPU1.context,)
 
@@ -130,7 +129,9 @@ def test_agrees_with_a_list_searched_from_its_end(steps: list[tuple]) -> None:
     registry, model = Registry(), []
     for kind, agent, where, owner in steps:
         if kind == "add_all":
-            registry.add_all(agent, [(start, length, owner, 0) for start, length in where])
+            registry.add_all(
+                agent, [Registration(start, start + length, owner, 0) for start, length in where if length]
+            )
             model += [(agent, start, length, owner) for start, length in where if length]
         elif kind == "add":
             registry.add(agent, *where, owner)

@@ -17,7 +17,7 @@ from ctxfix.driver import Owner
 from ctxfix.native import agents
 from ctxfix.patches import descriptors
 from ctxfix.patches.calls import Hook, Noting, argument, context_of_list, context_of_newcomer, in_context, unknown_owner
-from ctxfix.registry import registry
+from ctxfix.registry import Registration, registry
 
 #: By agent: NIXL (1.1.0, 1.4.0) crashes when two threads register or deregister with one agent at once. The hooks
 #: stretch these calls and must not make that likelier.
@@ -58,7 +58,7 @@ def _note_registration(agent: Any, descs: Any) -> None:
     start = end = buffer_id = 0
     ipc = True
     owner: Owner | None = None
-    found: list[tuple[int, int, Owner, int]] = []
+    found: list[Registration] = []
     try:
         for address, length, device_id in descriptors.rows(descs):
             if not start <= address < end:  # a new allocation: thousands of ranges often share one
@@ -71,7 +71,8 @@ def _note_registration(agent: Any, descs: Any) -> None:
             if owner is None:
                 unknown_owner(address)
                 continue
-            found.append((address, length, owner, buffer_id))
+            if length > 0:
+                found.append(Registration(address, address + length, owner, buffer_id))
             if not ipc:
                 _no_ipc(address, owner)
             if not owner.recorded:
