@@ -5,10 +5,11 @@
 
 Runs on the rig's fake CUDA driver around a NIXL that does nothing, as post.py. Added is hooked less plain, in turns,
 the median of the turns, of CPU time. "At once": that many threads post or poll, each in its context, and the time of
-all is divided by all calls; threads of Python take turns, so what is added must stay what it is for one. A thread is
-started while that many others wait, and bound: unlike in threads.py, which measures the hook alone, the driver's calls
-are in the figure. "One more range" is registered below all others, so that all move. An interpreter that starts has no
-ranges, agents and threads: startup.py. Draws results/growth.png if matplotlib is installed.
+all is divided by all calls; threads of Python take turns, so what is added must stay what it is for one. (Whether they
+wait for each other: integration/load.) A thread is started while that many others wait, and bound: unlike threads.py,
+which measures the hook alone, the driver's calls are in the figure. "One more range" is registered below all others, so
+that all move. An interpreter that starts has no ranges, agents and threads: startup.py. Draws results/growth.png if
+matplotlib is installed.
 """
 
 from __future__ import annotations
@@ -34,23 +35,21 @@ TARGET_NS = 1000  # a post
 
 
 def at_once(call: Callable[..., Any], arguments: tuple[Any, ...], calls: int, threads: int, gpu: Gpu) -> float:
-    """Nanoseconds a call, of ``threads`` threads that share the calls; by the clock, so waiting counts."""
-    ready = threading.Barrier(threads + 1)
+    """CPU time of a call in nanoseconds, of ``threads`` threads that share the calls."""
+    ready = threading.Barrier(threads)
+    each: list[float] = []
 
     def work() -> None:
         gpu.make_current(True)
         ready.wait()
-        for _ in range(calls // threads):
-            call(*arguments)
+        each.append(nanoseconds(call, arguments, calls // threads))
 
     workers = [threading.Thread(target=work) for _ in range(threads)]
     for worker in workers:
         worker.start()
-    ready.wait()
-    start = time.perf_counter_ns()
     for worker in workers:
         worker.join()
-    return (time.perf_counter_ns() - start) / (calls // threads * threads)
+    return statistics.mean(each)
 
 
 @contextmanager
@@ -90,7 +89,7 @@ class Costs:
 
     def of(self, agent: Any, number: int, what: str, at: int = 1) -> None:
         """A post, a poll and the start of a thread; ``at`` threads at once."""
-        where, together = f"{number:,} {what}", " at once" if at > 1 else ""
+        where, together = f"{number:,} {what}", " at once" if what == "threads" else ""
         self.rows[f"post{together}, {where}"] = self._call(agent.transfer, self._plain.transfer, (self.handle,), at)
         poll = self._call(agent.get_new_notifs, self._plain.get_new_notifs, (), at)
         self.rows[f"poll for notifications{together}, {where}"] = poll
@@ -166,7 +165,7 @@ def draw(rows: dict[str, float]) -> None:
         for name, points in lines.items():
             axis.plot(*zip(*points, strict=True), marker="o", label=name)
         axis.axhline(TARGET_NS, color="grey", linestyle=":")
-        axis.set(xscale="log", yscale="log", xlabel=of, ylim=(100, None))
+        axis.set(xscale="log", yscale="log", xlabel=of, ylim=(100, 300_000))
         axis.legend(fontsize=8, loc="upper right")
         axis.grid(True, alpha=0.3)
     axes[0].set(ylabel="ns added")
