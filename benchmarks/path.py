@@ -202,8 +202,8 @@ def left(until: float, limit_s: float) -> float:
 def cells(smallest: int, largest: int, step: int, pieces: list[int]) -> list[Cell]:
     """The largest first: what matters most is there should time run out. The very largest in one piece comes last.
 
-    libfabric's development head never ends a message of 2 GiB: its receiver's copy answers with a length that an int
-    does not hold, and the sender is not told. Whoever uses it is left out from there on.
+    libfabric's development head never ends a message of 2 GiB ("error processing command" at its receiver; the sender
+    is not told, seen on the rig too; 1 GiB passes). Whoever uses it is left out from there on.
     """
     sizes = []
     while smallest <= largest:
