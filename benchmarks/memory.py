@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ctxfix takes of memory: of the host's in MiB at each stage of a process, and of each GPU's.
 
-    python benchmarks/memory.py [--gpu]
+    python benchmarks/memory.py [--gpu] [--rounds N]
 
 Each stage is a new process, with ctxfix on and with CTXFIX_DISABLE=1 in turn: an interpreter that does nothing; NIXL
-imported; 1,000 and 100,000 ranges registered. Given is the private memory (USS) that it has more with ctxfix on, the
-median of five. On the rig: real NIXL, fake CUDA. With --gpu instead, on real GPUs: a process that uses the last GPU and
-makes two NIXL agents on a bare thread, and what NVML says that each GPU then holds more. None of that may be ctxfix's.
+imported; 1,000 and 100,000 ranges registered. Given is the memory that it has more with ctxfix on, private (USS) and in
+all (RSS), the median of five. On the rig: real NIXL, fake CUDA. With --gpu instead, on real GPUs: a process that uses
+the last GPU and makes two NIXL agents on a bare thread, and what NVML says that each GPU then holds more. None of that
+may be ctxfix's. Where NVML shows no GPU this is told, and nothing is measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import subprocess
@@ -21,14 +23,15 @@ from pathlib import Path
 from results import write
 
 RIG = Path(__file__).resolve().parents[1] / "integration" / "rig"
-ROUNDS = 5
 
-#: In the process: its private memory, as the kernel counts it.
-_USS = """
-import sys
-def uss():
+#: In the process: its private memory, and all that it shares too, as the kernel counts them, in MiB.
+_MEMORY = """
+def mib(kind):
     with open("/proc/self/smaps_rollup") as file:
-        return sum(int(line.split()[1]) for line in file if line.startswith("Private_")) / 1024
+        return sum(int(line.split()[1]) for line in file if line.startswith(kind)) / 1024
+print("MIB", mib("Private_"), mib("Rss"), flush=True)
+import os
+os._exit(0)
 """
 _RANGES = """
 import nixl_cu12._api as api
@@ -73,40 +76,48 @@ os._exit(0)
 """
 
 
-def on_the_rig() -> int:
+def on_the_rig(rounds: int) -> int:
     sys.path.insert(0, str(RIG))
     from rig import Rig
 
     rig = Rig.prepare()
+
+    def measured(code: str, disable: str) -> tuple[float, ...]:
+        environment = rig.env("1.4.0", CTXFIX_DISABLE=disable)
+        environment["PYTHONPATH"] = os.pathsep.join([environment["PYTHONPATH"], str(RIG)])
+        command = [sys.executable, "-c", f"{code}\n{_MEMORY}"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        said = [line for line in done.stdout.splitlines() if line.startswith("MIB")]
+        if not said:
+            raise SystemExit(done.stderr[-2000:])
+        return tuple(map(float, said[0].split()[1:]))
+
     rows: dict[str, float] = {}
     for stage, code in STAGES.items():
-        added = []
-        for _ in range(ROUNDS):
-            pair = []
-            for disable in ("1", ""):
-                environment = rig.env("1.4.0", CTXFIX_DISABLE=disable)
-                environment["PYTHONPATH"] = os.pathsep.join([environment["PYTHONPATH"], str(RIG)])
-                command = [
-                    sys.executable,
-                    "-c",
-                    f"{_USS}\n{code}\nprint('USS', uss(), flush=True)\nimport os\nos._exit(0)",
-                ]
-                done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-                said = [line for line in done.stdout.splitlines() if line.startswith("USS")]
-                if not said:
-                    raise SystemExit(f"{stage}: {done.stderr[-2000:]}")
-                pair.append(float(said[0].split()[1]))
-            added.append(pair[1] - pair[0])
-            if not code:
-                rows["an interpreter without ctxfix, in all"] = pair[0]
-        rows[f"added to: {stage}"] = statistics.median(added)
-    write("memory", "Private memory", "MiB", rows, {"rounds": ROUNDS, "nixl": "1.4.0", "driver": "the rig's fake"})
+        without, with_it = zip(*[(measured(code, "1"), measured(code, "")) for _ in range(rounds)], strict=True)
+        for i, kind in enumerate(("private", "in all")):
+            rows[f"{stage}, {kind}: without ctxfix"] = statistics.median(row[i] for row in without)
+            more = statistics.median(b[i] - a[i] for a, b in zip(without, with_it, strict=True))
+            rows[f"{stage}, {kind}: added"] = more
+    write("memory", "Memory of a process", "MiB", rows, {"rounds": rounds, "nixl": "1.4.0", "driver": "the rig's fake"})
     return 0
 
 
-def on_gpus(backend: str) -> int:
-    import json
+def no_gpu() -> str:
+    """Why no GPU can be measured, or nothing."""
+    import pynvml
 
+    try:
+        pynvml.nvmlInit()
+        return "" if pynvml.nvmlDeviceGetCount() else "NVML shows no GPU"
+    except pynvml.NVMLError as error:
+        return f"no NVML: {error}"
+
+
+def on_gpus(backend: str) -> int:
+    if reason := no_gpu():
+        print(f"memory of GPUs was not measured: {reason}")
+        return 0
     rows: dict[str, float] = {}
     for name, disable in (("without ctxfix", "1"), ("with ctxfix", "")):
         environment = {**os.environ, "CTXFIX_DISABLE": disable}
@@ -129,8 +140,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", action="store_true", help="memory of real GPUs")
     parser.add_argument("--backend", default="UCX", help="NIXL's, with --gpu")
+    parser.add_argument("--rounds", type=int, default=5, help="without --gpu")
     options = parser.parse_args()
-    return on_gpus(options.backend) if options.gpu else on_the_rig()
+    return on_gpus(options.backend) if options.gpu else on_the_rig(options.rounds)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from operator import attrgetter
 from ctxfix.driver import Owner
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Registration:
     """A registered range ``[start, end)`` and its owner when it was registered.
 
@@ -48,7 +48,8 @@ class _Contexts:
 
     def add(self, context: int) -> None:
         self._refs[context] += 1
-        self.all = tuple(self._refs)
+        if self._refs[context] == 1:
+            self.all = tuple(self._refs)
 
     def drop(self, context: int) -> None:
         self._refs[context] -= 1
@@ -87,9 +88,12 @@ class Registry:
 
     def add(self, agent: int, start: int, length: int, owner: Owner, buffer_id: int = 0) -> None:
         """Record that ``agent`` registered ``length`` bytes at ``start``; a length of 0 is ignored."""
-        if length <= 0:
-            return
-        self._change(partial(self._add, agent, Registration(start, start + length, owner, buffer_id)))
+        self.add_all(agent, [Registration(start, start + length, owner, buffer_id)] if length > 0 else [])
+
+    def add_all(self, agent: int, news: Sequence[Registration]) -> None:
+        """Record that ``agent`` made these registrations, none of them empty, one after the other."""
+        if news:
+            self._change(partial(self._add_all, agent, news))
 
     def remove(self, agent: int, start: int, length: int) -> bool:
         """Forget one registration of exactly this range by ``agent``; False if there is none."""
@@ -138,12 +142,13 @@ class Registry:
         finally:
             self._busy = False
 
-    def _add(self, agent: int, new: Registration) -> None:
+    def _add_all(self, agent: int, news: Sequence[Registration]) -> None:
         ranges = self._agents[agent]
-        ranges.registrations[new.start, new.end - new.start].append(new)
-        ranges.contexts.add(new.owner.context)
-        self._contexts.add(new.owner.context)
-        self._insert(new)
+        for new in news:
+            ranges.registrations[new.start, new.end - new.start].append(new)
+            ranges.contexts.add(new.owner.context)
+            self._contexts.add(new.owner.context)
+        self._insert_all(news)
 
     def _remove(self, agent: int, ranges: Iterable[tuple[int, int]], found: list[Registration]) -> None:
         known = self._agents.get(agent)
@@ -174,9 +179,10 @@ class Registry:
                 ranges.contexts.add(registration.owner.context)
             if not kept:
                 del self._agents[agent]
-        for registration in sorted(self._all(), key=attrgetter("number")):
+        everything = sorted(self._all(), key=attrgetter("number"))
+        for registration in everything:
             self._contexts.add(registration.owner.context)
-            self._insert(registration)
+        self._insert_all(everything)
 
     def _all(self) -> Iterator[Registration]:
         for ranges in self._agents.values():
@@ -215,6 +221,23 @@ class Registry:
             return sum(1 for _ in self._all())
 
     # ---- segments
+
+    def _insert_all(self, news: Sequence[Registration]) -> None:
+        if not (len(news) > 1 and len(news) * 16 >= len(self._starts) and self._merge(news)):
+            for new in news:
+                self._insert(new)
+
+    def _merge(self, news: Sequence[Registration]) -> bool:
+        """Insert many at once, in one pass instead of a shift of everything for each; False: some overlap."""
+        starts = [*self._starts, *(new.start for new in news)]
+        ends = [*self._ends, *(new.end for new in news)]
+        order = sorted(range(len(starts)), key=starts.__getitem__)
+        if any(ends[i] > starts[j] for i, j in itertools.pairwise(order)):
+            return False
+        stacks = [*self._stacks, *((new,) for new in news)]
+        self._starts, self._ends = [starts[i] for i in order], [ends[i] for i in order]
+        self._stacks = [stacks[i] for i in order]
+        return True
 
     def _insert(self, new: Registration) -> None:
         at = new.start

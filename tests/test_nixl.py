@@ -376,6 +376,22 @@ def test_a_failing_driver_never_reaches_the_application(
     assert (cuda.depth(), cuda.current()) == (1, cuda.contexts[0]), "the caller's context is never lost"
 
 
+def test_what_was_learnt_of_a_list_before_a_failure_is_kept(host: Nixl, cuda: FakeCuda, monkeypatch) -> None:
+    first, second = cuda.alloc(1), cuda.alloc(2)
+    apply = registration.whole_data.apply
+
+    def breaks(address: int) -> None:
+        if address == second:
+            raise DriverError("breaks", 999)
+        apply(address)
+
+    monkeypatch.setattr(registration.whole_data, "apply", breaks)
+    agent = host.agent()
+    agent.register_memory([(first, 4096, 1, ""), (first + 4096, 4096, 1, ""), (second, 4096, 2, "")], "VRAM")
+    assert len(registry) == host.counted_since("registered_ranges") == 2
+    assert registry.find(second) is None and host.counted_since("hook_failures") == 1
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_hook_that_breaks_lets_the_call_through_warns_once_and_counts(
     host: Nixl, cuda: FakeCuda, method: str, monkeypatch, caplog

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctxfix.driver import Owner
-from ctxfix.registry import Registry
+from ctxfix.registry import Registration, Registry
 
 GPU0, GPU1 = Owner(0x1000, 0), Owner(0x2000, 1)
 
@@ -75,6 +75,19 @@ def test_contexts_appear_and_vanish_with_their_registrations() -> None:
     assert registry.contexts() == registry.contexts_of(1) == (GPU0.context,)
 
 
+@pytest.mark.parametrize("before", [0, 1, 900, 100_000], ids=lambda n: f"{n} before")
+@pytest.mark.parametrize("order", [1, -1, 7], ids=["up", "down", "mixed"])
+def test_many_ranges_come_at_once(before: int, order: int) -> None:
+    registry = Registry()
+    registry.add_all(1, [Registration(20 * i, 20 * i + 10, GPU0, 0) for i in range(before)])
+    starts = [20 * (i * order % 1000) + 10 for i in range(1000)]
+    registry.add_all(2, [Registration(start, start + 10, GPU1, 0) for start in starts])
+    assert len(registry) == len(registry._starts) == before + 1000
+    assert [owner_at(registry, start) for start in starts] == [GPU1] * 1000
+    assert [owner_at(registry, 20 * i) for i in range(1000)] == [GPU0 if i < before else None for i in range(1000)]
+    assert registry.contexts_of(2) == (GPU1.context,)
+
+
 @pytest.mark.parametrize("kept", [0, 1, 900], ids=lambda n: f"{n} kept")
 def test_many_ranges_go_at_once(kept: int) -> None:
     registry = Registry()
@@ -102,6 +115,7 @@ RANGES = st.tuples(st.integers(0, 60), st.integers(0, 20))
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("add"), st.integers(1, 3), RANGES, st.sampled_from([GPU0, GPU1])),
+        st.tuples(st.just("add_all"), st.integers(1, 3), st.lists(RANGES, max_size=6), st.sampled_from([GPU0, GPU1])),
         st.tuples(st.just("remove"), st.integers(1, 3), RANGES, st.none()),
         st.tuples(st.just("forget"), st.integers(1, 3), st.just((0, 0)), st.none()),
     ),
@@ -113,14 +127,18 @@ STEPS = st.lists(
 @settings(max_examples=300, deadline=None)
 def test_agrees_with_a_list_searched_from_its_end(steps: list[tuple]) -> None:
     registry, model = Registry(), []
-    for kind, agent, (start, length), owner in steps:
-        if kind == "add":
-            registry.add(agent, start, length, owner)
-            if length:
-                model.append((agent, start, length, owner))
+    for kind, agent, where, owner in steps:
+        if kind == "add_all":
+            registry.add_all(
+                agent, [Registration(start, start + length, owner, 0) for start, length in where if length]
+            )
+            model += [(agent, start, length, owner) for start, length in where if length]
+        elif kind == "add":
+            registry.add(agent, *where, owner)
+            model += [(agent, *where, owner)] if where[1] else []
         elif kind == "remove":
-            at = next((i for i in reversed(range(len(model))) if model[i][:3] == (agent, start, length)), None)
-            assert registry.remove(agent, start, length) == (at is not None)
+            at = next((i for i in reversed(range(len(model))) if model[i][:3] == (agent, *where)), None)
+            assert registry.remove(agent, *where) == (at is not None)
             if at is not None:
                 del model[at]
         else:
