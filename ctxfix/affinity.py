@@ -19,6 +19,7 @@ from ctxfix.registry import registry
 
 _rebinds = counters.ticker("rebinds")
 _restores = counters.ticker("restores")
+_threads_bound = counters.ticker("threads_bound")
 
 
 def enter(context: int) -> int | None:
@@ -112,7 +113,7 @@ def bind_new_thread(parent: int) -> None:
     context = preferred(parent)
     if context:
         driver.set_current(context)
-        counters.count("threads_bound")
+        next(_threads_bound)
 
 
 def address_of(obj: Any) -> int:
