@@ -5,9 +5,11 @@
     python benchmarks/path.py --draw path.json          # time over size and over pieces, as PNG and SVG
 
 All contenders of a route are alive at once and take turns, a few transfers each, so none has the warmer machine; who
-is not at work is stopped (SIGSTOP). In each turn one transfer more is looked at when it is notified: a contender whose
-bytes are not there by then, or that is quicker than a plain copy can be, said done too early; it is marked, and never
-counted as the fastest. A contender that fails, or does not end a transfer, is told of and left out from there on.
+is not at work is stopped (SIGSTOP). In each turn the bytes of one transfer more are looked at when it is notified; and
+once for each number of pieces those of some that have large pieces at their end, whose copies still run when all others
+are through. A contender whose bytes are not there by then said done too early: it is marked, and never counted as the
+fastest. A contender that fails, or does not end a transfer, is told of and left out from there on.
+
 Needs two NVIDIA GPUs with peer access, torch and a C compiler; --draw needs matplotlib. --pair is as in
 integration/gpu/run.py.
 """
@@ -26,7 +28,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Collection
 from pathlib import Path
 from queue import Empty, Queue
 from typing import Any, NamedTuple
@@ -39,7 +40,7 @@ from run import Bench, machine, version_of  # noqa: E402
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 SMALLEST = 4 * KIB  # bytes of a piece
 BLOCKS = 2  # turns of each contender in each cell
-TOO_QUICK = 0.8  # of a plain copy's time
+LOOKS = 8  # at transfers that end late
 SLOW = 200.0  # ms: contenders slower than this get no second turn
 TARGET = 0.03  # how much longer than the best peer a transfer may take
 START_S, TRANSFER_S = 60.0, 6.0  # limits: for the first answer of a process, for a transfer
@@ -118,6 +119,8 @@ class Runner:
     def __init__(self, contender: Contender, route: tuple[int, int], a: argparse.Namespace, folder: Path) -> None:
         self.name, self.failure = contender.name, ""
         self.cells: dict[Cell, dict[str, Any]] = {}
+        self._waits: dict[int, bool] = {}  # by pieces: whether all bytes are there when a transfer is notified
+        self._largest = min(a.largest, GIB)  # a message of 2 GiB never ends: see cells
         source, target = route
         common = {"size": a.largest, "memory": a.memory, "backend": contender.backend, "choose": contender.choose}
         environment = dict(os.environ)
@@ -174,9 +177,15 @@ class Runner:
         try:
             self._sender.tell(**order, watch=False)
             row["ms"] += self._sender.hear(2 * limit_s + seconds)["ms"]
+            slow = min(row["ms"]) > SLOW
             if self._receiver is not None:
-                whole, right = self._watch(order)
-                row["whole"], row["right"] = row.get("whole", True) and whole, row.get("right", True) and right
+                looks = [self._watch(order)]
+                if cell[1] not in self._waits:
+                    late = {**order, "bytes": self._largest, "late": True}
+                    looks += [self._watch(late) for _ in range(1 if slow else LOOKS)]
+                    self._waits[cell[1]] = all(whole for whole, _ in looks)
+                row["whole"] = row.get("whole", self._waits[cell[1]]) and looks[0][0]
+                row["right"] = row.get("right", True) and all(right for _, right in looks)
         except Gone as error:
             self.failure = f"failed at {cell[0]} bytes in {cell[1]}: {error}"
         finally:
@@ -229,28 +238,23 @@ def contenders(a: argparse.Namespace, folder: Path) -> list[Contender]:
 
 def early(rows: dict[str, dict[str, Any]]) -> list[str]:
     """The contenders of a cell that said done too early."""
-    plain = min(rows.get("plain copy", {}).get("ms") or [0.0])
-    return [
-        name
-        for name, row in rows.items()
-        if name != "plain copy" and row["ms"] and (not row.get("whole") or min(row["ms"]) < TOO_QUICK * plain)
-    ]
+    return [name for name, row in rows.items() if name != "plain copy" and row["ms"] and not row.get("whole")]
 
 
-def best(rows: dict[str, dict[str, Any]], with_ctxfix: bool, but: Collection[str] = ()) -> tuple[str, float] | None:
-    """The quickest contender of a cell, of those whose bytes were whole there, and who are not among ``but``."""
+def best(rows: dict[str, dict[str, Any]], with_ctxfix: bool) -> tuple[str, float] | None:
+    """The quickest contender of a cell, of those that did not say done too early."""
     times = {
         name: min(row["ms"])
         for name, row in rows.items()
-        if name not in ("plain copy", *early(rows), *but) and row["ms"] and name.endswith("ctxfix") is with_ctxfix
+        if name not in ("plain copy", *early(rows)) and row["ms"] and name.endswith("ctxfix") is with_ctxfix
     }
     name = min(times, key=times.__getitem__, default=None)
     return (name, times[name]) if name else None
 
 
-def slower(rows: dict[str, dict[str, Any]], but: Collection[str] = ()) -> float | None:
+def slower(rows: dict[str, dict[str, Any]]) -> float | None:
     """By how much ctxfix is slower than the best other contender, as a part of its time; None: one is missing."""
-    ours, others = best(rows, True), best(rows, False, but)
+    ours, others = best(rows, True), best(rows, False)
     return ours[1] / others[1] - 1 if ours and others else None
 
 
@@ -269,17 +273,14 @@ def table(route: str, results: dict[str, dict[str, dict[str, Any]]]) -> list[str
             + (f"  too early: {', '.join(early(rows))}" if early(rows) else "")
             + (f"  WRONG: {wrong}" if wrong else "")
         )
-    # The same code runs in each cell: who was early in one was lucky in the others.
-    lucky = {name for rows in results.values() for name in early(rows)}
-    for peers, but in (("bytes were whole in the cell", ()), ("bytes were whole in every cell", lucky)):
-        found = {cell: more for cell, rows in results.items() if (more := slower(rows, but)) is not None}
-        if found:
-            worst = max(found, key=found.__getitem__)
-            lines.append(
-                f"{route:5} within {TARGET:.0%} of the best peer whose {peers}: "
-                f"{sum(more <= TARGET for more in found.values())} of {len(found)} cells; "
-                f"worst {found[worst] * 100:+.1f} % at {worst}"
-            )
+    found = {cell: more for cell, rows in results.items() if (more := slower(rows)) is not None}
+    if found:
+        worst = max(found, key=found.__getitem__)
+        lines.append(
+            f"{route:5} within {TARGET:.0%} of the best peer whose bytes were whole: "
+            f"{sum(more <= TARGET for more in found.values())} of {len(found)} cells; "
+            f"worst {found[worst] * 100:+.1f} % at {worst}"
+        )
     return lines
 
 
@@ -336,12 +337,14 @@ def draw(path: Path) -> None:
         by_cell = {tuple(map(int, cell.split("/"))): rows for cell, rows in results.items()}
         size = min({size for size, _ in by_cell}, key=lambda size: abs(size - 256 * MIB))
         fewest = min(count for _, count in by_cell)
+        too_early = {name for rows in results.values() for name in early(rows)}
         for number, name in enumerate(names):
             style = {
                 "color": "black" if name == "plain copy" else f"C{number % 10}",
                 "linestyle": "-" if name.endswith("ctxfix") else ":" if name == "plain copy" else "--",
                 "marker": "o" if name.endswith("ctxfix") else ".",
-                "label": name,
+                "markerfacecolor": "white" if name in too_early else None,
+                "label": f"{name} (done too early)" if name in too_early else name,
             }
             points = [
                 (s, rows[name]["best"])

@@ -19,7 +19,7 @@ PLACE = 4096  # bytes looked at in each place
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "integration" / "gpu"), str(HERE.parent / "integration" / "rig")]
 
-from common import descriptors, make_agent, transfer  # noqa: E402
+from common import make_agent, transfer  # noqa: E402
 
 
 class TorchBuffer:
@@ -102,6 +102,23 @@ def orders() -> Iterator[dict[str, Any]]:
         yield json.loads(line)
 
 
+LARGE = 8  # pieces, of a transfer that ends late
+
+
+def pieces(size: int, count: int, late: bool) -> list[tuple[int, int]]:
+    """Start and length of each, in bytes: of equal length, or small ones first and then some large ones.
+
+    Of these all but the last are the same, so that its bytes come long after those of the small ones.
+    """
+    if not late:
+        return [(i * (size // count), size // count) for i in range(count)]
+    large = min(LARGE, count)
+    found = [(i * PLACE, PLACE) for i in range(count - large)]
+    start = len(found) * PLACE
+    middle = start + (size - start) // 2 if large > 1 else start
+    return [*found, *[(start, middle - start)] * (large - 1), (middle, size - middle)]
+
+
 def receive(a: dict[str, Any]) -> None:
     buffer = a["kind"](a["gpu"], a["size"], False)
     agent = make_agent("receiver", a["backend"])
@@ -133,9 +150,11 @@ def send(a: dict[str, Any]) -> None:
     say(connected=True)
 
     def once(order: dict[str, Any], note: bytes) -> float:
-        size, count = order["bytes"], order["count"]
-        local = descriptors(agent, buffer.address, size // count, count, a["gpu"])
-        target = descriptors(agent, peer["address"], size // count, count, peer["gpu"])
+        parts = pieces(order["bytes"], order["count"], order.get("late", False))
+        local, target = (
+            agent.get_xfer_descs([(base + start, length, gpu) for start, length in parts], "VRAM")
+            for base, gpu in ((buffer.address, a["gpu"]), (peer["address"], peer["gpu"]))
+        )
         handle = agent.initialize_xfer("WRITE", local, target, "receiver", note)
         state, _, ms = transfer(agent, handle, order["limit_s"])
         agent.release_xfer_handle(handle)

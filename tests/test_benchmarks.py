@@ -98,15 +98,19 @@ def test_memory_of_gpus_is_measured_or_not_with_a_reason(tmp_path: Path) -> None
 # ---- who is the best peer, on made-up times --------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def path() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("benchmarks_path", BENCHMARKS / "path.py")
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", BENCHMARKS / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     before = sys.path[:]
     spec.loader.exec_module(module)
     sys.path[:] = before
     return module
+
+
+@pytest.fixture(scope="module")
+def path() -> ModuleType:
+    return load("path")
 
 
 def row(*ms: float, whole: bool = True) -> dict[str, Any]:
@@ -118,28 +122,46 @@ def test_who_says_done_too_early_is_no_peer(path: ModuleType) -> None:
         "plain copy": row(1.0),
         "N ctxfix": row(1.1, 1.05),
         "N as shipped": row(0.9, whole=False),  # its bytes were not there
-        "N set_device": row(0.5),  # quicker than a plain copy can be: the look came too late
         "N UCX": row(1.5, 2.0),
         "N UCX ctxfix": {"ms": []},  # failed
     }
-    assert path.early(rows) == ["N as shipped", "N set_device"]
+    assert path.early(rows) == ["N as shipped"]
     assert path.best(rows, True) == ("N ctxfix", 1.05) and path.best(rows, False) == ("N UCX", 1.5)
     assert path.slower(rows) == pytest.approx(1.05 / 1.5 - 1)
     assert path.slower({name: rows[name] for name in ("N ctxfix", "N as shipped")}) is None
 
 
-def test_the_target_is_judged_with_and_without_who_was_only_lucky(path: ModuleType) -> None:
-    plain = {"plain copy": row(1.0)}
+def test_the_target_is_judged(path: ModuleType) -> None:
     results = {
-        "8/1": {**plain, "N ctxfix": row(1.0), "N as shipped": row(0.9, whole=False), "N UCX": row(1.2)},
-        "8/2": {**plain, "N ctxfix": row(2.0), "N as shipped": row(1.0), "N UCX": row(1.95)},
-        "8/4": {**plain, "N ctxfix": row(3.0), "N UCX": row(2.0)},
+        "8/1": {"N ctxfix": row(1.0), "N as shipped": row(0.9, whole=False), "N UCX": row(1.2)},
+        "8/2": {"N ctxfix": row(2.0), "N UCX": row(1.95)},
+        "8/4": {"N ctxfix": row(3.0), "N UCX": row(2.0)},
+        "8/8": {"N ctxfix": row(3.0)},
     }
-    *cells, in_cell, in_all = path.table("1:1", results)
-    assert len(cells) == 4 and "too early: N as shipped" in cells[1] and "+100.0 %" in cells[2]
-    assert "1 of 3 cells; worst +100.0 % at 8/2" in in_cell
-    assert "2 of 3 cells; worst +50.0 % at 8/4" in in_all
+    *cells, judged = path.table("1:1", results)
+    assert len(cells) == 5 and "too early: N as shipped" in cells[1] and "+50.0 %" in cells[3]
+    assert "2 of 3 cells; worst +50.0 % at 8/4" in judged
 
 
 def test_the_order_of_cells(path: ModuleType) -> None:
     assert path.cells(4096, 65536, 16, [1, 4, 16]) == [(65536, 4), (65536, 16), (4096, 1), (65536, 1)]
+
+
+@pytest.fixture(scope="module")
+def end() -> ModuleType:
+    return load("path_end")
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 16])
+@pytest.mark.parametrize("late", [False, True])
+def test_the_pieces_cover_all_the_bytes(end: ModuleType, count: int, late: bool) -> None:
+    size = 1 << 20
+    pieces = end.pieces(size // count * count, count, late)
+    assert len(pieces) == count
+    at = 0
+    for start, length in sorted(set(pieces)):
+        assert start == at and length > 0
+        at += length
+    assert at == size // count * count
+    if late and count > 1:
+        assert sum(start + length == at for start, length in pieces) == 1, "the end is in the last piece only"

@@ -191,6 +191,8 @@ def main() -> None:
     parser.add_argument("--backend", default="LIBFABRIC")
     parser.add_argument("--cases", nargs="+", help="BYTES/COUNT, for path.py")
     parser.add_argument("--rounds", type=int, default=5, help="transfers a case, for path.py")
+    parser.add_argument("--stale-cases", nargs="+", help="BYTES/COUNT, for stale.py")
+    parser.add_argument("--small", type=int, default=0, help="pieces of 4 KiB before those of a transfer, for stale.py")
     parser.add_argument("--stale-rounds", type=int, default=2000)
     parser.add_argument("--stale-rounds-without", type=int, default=50)
     parser.add_argument("--stderr", type=int, default=2000, help="characters of it to keep a run")
@@ -226,7 +228,9 @@ def main() -> None:
                         keep(result, path_lines(result, route))
                     if "stale" in a.programs:
                         rounds = a.stale_rounds if ctxfix else a.stale_rounds_without
-                        result = bench.run("stale.py", ctxfix, *ends, "--rounds", str(rounds), limit_s=300)
+                        more = ["--rounds", str(rounds), "--small", str(a.small)]
+                        more += ["--cases", *a.stale_cases] if a.stale_cases else []
+                        result = bench.run("stale.py", ctxfix, *ends, *more, limit_s=300)
                         keep(result, [stale_line(result, route)])
 
 

@@ -4,6 +4,10 @@
 The receiver reads three places of its buffer on another stream the moment the notification is there. The sender
 overwrites its buffer the moment the transfer is DONE. Old bytes at the receiver's read count as ``stale``, bytes of the
 overwriting in the received buffer as ``torn``.
+
+With --small the pieces come behind so many of 4 KiB, which fill libfabric's queue. Its development head (2.7) copies
+asynchronously and asks for the end; a message that took the last place in the queue it copies as the releases do
+(prov/shm, FI_SHM_BUFFER_THRESHOLD).
 """
 
 from __future__ import annotations
@@ -13,10 +17,10 @@ import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
-from common import MIB, case, descriptors, make_agent, print_result, run_pair, transfer
+from common import MIB, case, make_agent, print_result, run_pair, transfer
 
 JUNK = 255  # what the sender writes over its buffer; no round sends it
-PROBE = 4096  # bytes read at each place
+PROBE = SMALL = 4096  # bytes read at each place; of a small piece
 
 
 def value(round_: int) -> int:
@@ -28,6 +32,7 @@ def receiver(pipe: Connection, a: dict[str, Any]) -> dict[str, Any]:
 
     torch.cuda.set_device(a["dst"])
     size = max(size for size, _ in a["cases"])
+    size += a["small"] * SMALL  # behind all places that are looked at
     buffer = torch.zeros(size, dtype=torch.uint8, device=f"cuda:{a['dst']}")
     stream = torch.cuda.Stream(device=a["dst"])
     host = [torch.empty(PROBE, dtype=torch.uint8, pin_memory=True) for _ in range(3)]
@@ -56,7 +61,8 @@ def sender(pipe: Connection, a: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     torch.cuda.set_device(a["src"])
-    size = max(size for size, _ in a["cases"])
+    large = max(size for size, _ in a["cases"])
+    size = large + a["small"] * SMALL
     buffer = torch.zeros(size, dtype=torch.uint8, device=f"cuda:{a['src']}")
     agent = make_agent("sender", a["backend"])
     agent.register_memory([(buffer.data_ptr(), size, a["src"], "")], "VRAM")
@@ -89,8 +95,12 @@ def sender(pipe: Connection, a: dict[str, Any]) -> dict[str, Any]:
         for round_ in range(a["rounds"]):
             used, count = a["cases"][round_ % len(a["cases"])]
             fill_with(value(round_))
-            local = descriptors(agent, buffer.data_ptr(), used // count, count, a["src"])
-            target = descriptors(agent, remote, used // count, count, a["dst"])
+            pieces = [(large + i * SMALL, SMALL) for i in range(a["small"])]
+            pieces += [(i * (used // count), used // count) for i in range(count)]
+            local, target = (
+                agent.get_xfer_descs([(base + start, length, device) for start, length in pieces], "VRAM")
+                for base, device in ((buffer.data_ptr(), a["src"]), (remote, a["dst"]))
+            )
             handle = agent.initialize_xfer("WRITE", local, target, "receiver", b"done%d" % round_)
             state, _, _ = transfer(agent, handle)
             states.add(state)
@@ -121,6 +131,7 @@ def main() -> None:
         nargs="+",
         default=[(256 * MIB, 8), (64 * MIB, 1), case("64000000/321"), (MIB, 4), (1024 * MIB, 8)],
     )
+    parser.add_argument("--small", type=int, default=0, help="pieces of 4 KiB before those of each transfer")
     parser.add_argument("--limit", type=float, default=300, help="seconds")
     a = vars(parser.parse_args())
     print_result(run_pair(sender, receiver, a, a["limit"]))
