@@ -23,6 +23,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 import zipfile
@@ -52,6 +53,10 @@ class RigError(RuntimeError):
 
 class MissingSystemPackage(RigError):
     """Something a distribution's package brings is not there; the message has the line to copy."""
+
+
+class NoNixl(RigError):
+    """There are no wheels of NIXL for this Python."""
 
 
 @dataclass(frozen=True)
@@ -366,6 +371,8 @@ pci_busid="0000:00:01.0" pci_type="0604 [1d0f:0200] [1d0f:0200] 00" pci_link_spe
 
 
 def _nixl(root: Path, version: str, report: Callable[[str], None]) -> Path:
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        raise NoNixl("NIXL has no wheels for a Python without a GIL")
     tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
     return _cached(root / f"nixl-{version}-{tag}", lambda to: _unpack(f"nixl-cu12=={version}", to, report))
 
