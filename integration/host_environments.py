@@ -8,6 +8,7 @@ that its start-up file serves every process. Packages that a host needs are pinn
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 import os
 import shutil
 import subprocess
@@ -39,9 +40,10 @@ class Environment:
 def prepare(name: str, *requirements: str, without_dependencies: tuple[str, ...] = ()) -> Environment:
     """The environment ``name`` with ``requirements``, and ``without_dependencies`` as they are, made if missing.
 
-    ctxfix is installed anew each time: it is what changes.
+    Other requirements make another one; what was made before stays. ctxfix is installed anew each time: it changes.
     """
-    tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    wanted = repr((requirements, CTXFIX_NEEDS, without_dependencies))
+    tag = f"cp{sys.version_info.major}{sys.version_info.minor}-{hashlib.sha256(wanted.encode()).hexdigest()[:8]}"
     root = ROOT / ".rig"
     root.mkdir(exist_ok=True)
     with _one_at_a_time(root):
