@@ -41,6 +41,7 @@ CASES = [
     ("a_probe_for_peer_to_peer_makes_no_context",),
     ("whole_copies",),
     ("a_mapping_is_opened_where_it_is_copied_into",),
+    ("a_mapping_closed_while_off_is_forgotten",),
     ("streams_and_events_are_at_home_everywhere",),
     ("unknown_stream_calls_switch_the_stand_ins_off",),
     ("dlsym_sees_its_true_caller", "True"),

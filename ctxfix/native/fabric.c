@@ -169,16 +169,17 @@ typedef int close_handle_call(void *);
 static int my_close_handle(void *base)
 {
 	REAL(CLOSE_HANDLE, close_handle_call);
-	const struct cx_driver *d = active();
-	if (!d)
-		return call(base);
 	struct mapping **link, *m;
+	/* Also while we are off: later there may be other memory at its address. */
 	pthread_mutex_lock(&mappings_lock);
 	for (link = &mappings; (m = *link) && m->base != base; link = &m->next)
 		;
 	if (m)
 		*link = m->next;
 	pthread_mutex_unlock(&mappings_lock);
+	const struct cx_driver *d = m ? cx_driver() : active();
+	if (!d)
+		return call(base);
 	for (struct twin *t = m ? m->twins : NULL, *next; t; t = next) {
 		next = t->next;
 		if (t->base) {

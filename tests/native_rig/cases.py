@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import ctypes as c
+import mmap
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -373,6 +375,30 @@ def a_mapping_is_opened_where_it_is_copied_into() -> None:
     assert lf.lf_copy(m.value + 4096, two, 64) == 0  # RMA read: ours is the source
     assert c.string_at(src + 4096, 64) == b"C" * 64
     assert lf.lf_close(m) == 0 and calls(2, "close_handle")["calls"] == 1 and calls(1, "close_handle")["calls"] == 1
+
+
+def a_mapping_closed_while_off_is_forgotten() -> None:
+    """Deactivated, closed, activated again: what lies at that address now is nobody's mapping any more."""
+    cuda()
+    lf = fabric()
+    native.install()
+    lf.lf_init()
+    src, to, h, m = cu.stub_memory(0, 8192, 0), cu.stub_memory(2, 64, 0), c.create_string_buffer(64), c.c_void_p()
+    c.memset(src, 83, 64)
+    lf.lf_get(h, src)
+    cu.cuCtxSetCurrent(cu.stub_context(1))
+    assert lf.lf_open(c.byref(m), h) == 0
+    native.remove()
+    assert lf.lf_close(m) == 0
+    native.install()
+    libc = c.CDLL(None)
+    libc.mmap.restype, libc.mmap.argtypes = c.c_void_p, [c.c_void_p, c.c_size_t, c.c_int, c.c_int, c.c_int, c.c_long]
+    private, fixed = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 0x100000  # MAP_FIXED_NOREPLACE
+    new = libc.mmap(m.value, 8192, mmap.PROT_READ | mmap.PROT_WRITE, private | fixed, -1, 0)
+    assert new == m.value
+    c.memset(new, 78, 64)
+    assert lf.lf_copy(to, new, 64) == 0 and c.string_at(to, 64) == b"N" * 64
+    assert calls(2, "open_handle")["calls"] == 0 and calls(2, "copy_htod")["calls"] == 1
 
 
 def streams_and_events_are_at_home_everywhere() -> None:
