@@ -34,6 +34,7 @@ CASES = [
     ("another_interposer_stays_in_the_line",),
     ("forbidden_mprotect_breaks_nothing",),
     ("a_forked_child_is_off_until_it_arms",),
+    ("a_forked_child_counts_from_zero",),
     ("calls_are_made_in_the_owners_context", "libfabric.so.1"),
     ("calls_are_made_in_the_owners_context", "libfabric-linked.so.1"),
     ("a_libfabric_in_use_before_us_is_adopted",),

@@ -108,7 +108,9 @@ class CallCounts(TypedDict):
 
 
 class Counters(TypedDict):
-    """All counts since the process started; ``calls`` is by device ordinal (-1: none or unknown), then by kind.
+    """All counts since the process started, or was forked.
+
+    ``calls`` is by device ordinal (-1: none or unknown), then by kind.
 
     Kinds: range (cuMemGetAddressRange), get_handle, open_handle, close_handle (cudaIpc*), copy_dtod, copy_htod,
     copy_dtoh, copy_other (cudaMemcpy, by what the two addresses are), copy_async (started, not ended), dmabuf,

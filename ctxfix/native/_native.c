@@ -264,8 +264,10 @@ static PyObject *counters(PyObject *self, PyObject *args)
 static void after_fork(void)
 {
 	atomic_store(&cx_off, true);
+	cx_driver_forked();
 	cx_threads_forked();
 	cx_fabric_forked();
+	cx_log_forked();
 	cx_unlock();
 }
 

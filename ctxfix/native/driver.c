@@ -53,6 +53,8 @@ const struct cx_driver *cx_driver(void)
 	return d;
 }
 
+void cx_driver_forked(void) { pthread_mutex_init(&filling, NULL); }
+
 static void *active_primary(const struct cx_driver *d, int device)
 {
 	unsigned flags;

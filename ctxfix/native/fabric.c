@@ -842,8 +842,14 @@ void cx_fabric_adopt(void)
 
 void cx_fabric_forked(void)
 {
-	/* Nothing of the parent's CUDA exists in the child; whatever it holds is forgotten, not destroyed. */
+	/* Nothing of the parent's CUDA exists in the child; whatever it holds is forgotten, not destroyed. Nor are the
+	 * parent's calls the child's. */
 	cx_set_home(NULL);
+	memset(cx_calls, 0, sizeof cx_calls);
+	atomic_store(&cx_fabric_counts.translated, 0);
+	atomic_store(&cx_fabric_counts.untranslated, 0);
+	atomic_store(&cx_fabric_counts.own_stream, 0);
+	atomic_store(&cx_fabric_counts.off_stream, 0);
 	mappings = NULL;
 	memset(streams, 0, sizeof streams);
 	pthread_mutex_init(&mappings_lock, NULL);

@@ -55,6 +55,12 @@ void cx_log_read(int kind, struct cx_log_kind *out)
 	pthread_mutex_unlock(&lock);
 }
 
+void cx_log_forked(void)
+{
+	pthread_mutex_init(&lock, NULL); /* another thread of the parent may have held it */
+	memset(said, 0, sizeof said);
+}
+
 static int enabled(const struct provider *p, int level, int subsys, uint64_t flags)
 {
 	(void)p, (void)flags;

@@ -78,6 +78,7 @@ struct cx_driver {
 
 /* The driver's functions, or NULL while no libcuda.so.1 is in the process. */
 const struct cx_driver *cx_driver(void);
+void cx_driver_forked(void);
 
 /* The context that owns the memory at p: the recorded one; for memory without one (VMM, pools) the primary
  * context of its device if that is active; else NULL, which is also the answer for plain host memory. */
@@ -199,6 +200,7 @@ struct cx_log_kind { unsigned long count; char lines[CX_LOG_LINES][CX_LOG_LENGTH
 const char *cx_log_name(int kind);
 void cx_log_read(int kind, struct cx_log_kind *out);
 int cx_log_import(const char *path);
+void cx_log_forked(void);
 
 extern atomic_bool cx_observe; /* count libfabric's calls, and change nothing about them */
 

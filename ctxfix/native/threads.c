@@ -17,6 +17,7 @@
 #include <pthread.h>
 #include <sched.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/epoll.h>
 #include <time.h>
 #include <unistd.h>
@@ -112,6 +113,7 @@ void cx_threads_forked(void)
 	me.inherited = NULL;
 	me.member = 0;
 	me.held = false;
+	memset(&cx_thread_counts, 0, sizeof cx_thread_counts);
 	for (unsigned n = atomic_load(&ngroups); n; n--)
 		cx_bind_group(n, NULL);
 }

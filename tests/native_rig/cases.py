@@ -279,6 +279,36 @@ def a_forked_child_is_off_until_it_arms() -> None:
     assert os.waitpid(pid, 0)[1] == 0 and t.t_device() == 1
 
 
+def a_forked_child_counts_from_zero() -> None:
+    """Fork: what the parent did and heard is no evidence of the child's, and the child can ask at any moment."""
+    warnings.simplefilter("ignore")
+    cuda()
+    lf, t = fabric(), threads()
+    native.install()
+    lf.lf_init()
+    p = cu.stub_memory(1, 4096, 0)
+    assert lf.lf_range(p) == 0 and native.import_log(f"{rig}/libfabric.so.1") == ""
+    with native.armed(cu.stub_context(1)):
+        assert t.t_device() == 1
+    lf.lf_say(b"fallback to using SAR", 1)
+    assert native.log_said()["sar"] == (1, ["?:f():1 fallback to using SAR"])
+    libfabric_calls = native.status()["libfabric_calls"]
+    talker = threading.Thread(target=lf.lf_say, args=(b"fallback to using SAR", 20_000_000))
+    talker.start()
+    for _ in range(30):
+        pid = os.fork()
+        if not pid:
+            signal.alarm(10)
+            counters = native.counters()
+            fine = native.log_said()["sar"] == (0, []) and counters["calls"] == {}
+            fine = fine and set(counters["threads"].values()) == {0}
+            fine = fine and native.status()["libfabric_calls"] == libfabric_calls  # what is hooked stays so
+            os._exit(0 if fine else 1)
+        assert os.waitpid(pid, 0)[1] == 0
+    assert talker.is_alive() and calls(1, "range")["calls"] == 1
+    os._exit(print("END", flush=True) or 0)  # without waiting for the talker
+
+
 def calls_are_made_in_the_owners_context(name: str) -> None:
     """Answered dlsym and replaced imports: right on a bare thread and on a wrong one, the caller's context restored."""
     cuda()

@@ -65,3 +65,19 @@ int which_malloc(void) { return 1; }
 void *lf_next(void) { return dlsym(RTLD_NEXT, "which_malloc"); }
 void *lf_own(void) { return (void *)which_malloc; }
 void *lf_ask(const char *name) { return dlsym(RTLD_DEFAULT, name); }
+
+/* Its log, for whoever imports it: fi_open("logging"), and the words that it says from then on. */
+struct fid_ops { size_t size; int (*close)(void *), (*bind)(void *, void *, uint64_t); };
+struct fid { size_t class; void *context; struct fid_ops *ops; };
+struct log_ops { size_t size; void *enabled, *ready; void (*log)(void *, int, int, const char *, int, const char *); };
+static struct log_ops *importer;
+static int log_close(void *f) { return 0; }
+static int log_bind(void *f, void *ours, uint64_t flags) { importer = ((struct { struct fid f; struct log_ops *ops; } *)ours)->ops; return 0; }
+int fi_open(uint32_t version, const char *name, void *attributes, size_t n, uint64_t flags, struct fid **out, void *context)
+{
+	static struct fid_ops ops = { sizeof ops, log_close, log_bind };
+	static struct fid logging = { 0, NULL, &ops };
+	*out = &logging;
+	return 0;
+}
+void lf_say(const char *words, int times) { while (times--) importer->log(NULL, 0, 0, "f", 1, words); }
