@@ -337,8 +337,9 @@ def _error(call: str, code: int, about: str) -> DriverError:
 
 
 def _before_fork() -> None:
+    # CUDA may have been loaded and initialised since anybody here has looked; in the child it is too late to ask.
     global _initialized_at_fork
-    _initialized_at_fork = initialized()
+    _initialized_at_fork = attach() and initialized()
 
 
 def _after_fork_in_child() -> None:

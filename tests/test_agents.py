@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """native/agents.py: which context the native threads of an agent are told to follow."""
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -180,3 +181,18 @@ def test_deactivate_takes_the_hooks_of_the_extension_off() -> None:
     subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=60, env=clean_environment(), cwd="/"
     )
+
+
+@needs_extension
+def test_in_a_forked_child_of_a_process_with_cuda_the_extension_stays_off(cuda: FakeCuda) -> None:
+    """It would ask the driver for the owner of whatever libfabric touches."""
+    agents.install()
+    child = os.fork()
+    if child == 0:
+        scans = native.counters()["slots"]["scans"]
+        with agents.starting(AGENT), ctxfix.native_threads():
+            agents.install()
+            fine = not native.present().on
+        os._exit(0 if fine and not agents.enabled() and native.counters()["slots"]["scans"] == scans else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert agents.enabled()

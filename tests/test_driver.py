@@ -281,3 +281,22 @@ def test_a_child_forked_before_cuda_was_initialised_may_use_it(fake_driver: Fake
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     """
     script(code, Rig.driver_only().env(), tmp_path)
+
+
+def test_a_child_forked_after_cuda_was_initialised_where_nobody_had_asked_yet(tmp_path: Path) -> None:
+    """A program imports NIXL, works with CUDA, forks, and makes its first agent in the child."""
+    from rig import Rig
+
+    code = """
+        import ctypes, os
+        from ctxfix import driver
+        assert not driver.attach()
+        lib = ctypes.CDLL("libcuda.so.1")
+        assert lib.cuInit(0) == 0 and not driver.attached()
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0 if not driver.attach() and driver.forked() else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert driver.attach() and driver.initialized(), "the parent goes on"
+    """
+    script(code, Rig.driver_only().env(), tmp_path)

@@ -23,8 +23,17 @@ _groups: dict[int, int] = {}  # id of an agent -> its thread group
 
 
 def enabled() -> bool:
-    """Whether native threads are covered: the extension is there, and CTXFIX_NATIVE_THREADS does not say off."""
-    return native.available() and settings.current().native_threads != "off"
+    """Whether native threads are covered: see :func:`off_reason`."""
+    return not off_reason()
+
+
+def off_reason() -> str:
+    """Why native threads are not covered, or "": no extension, CTXFIX_NATIVE_THREADS, a child in which CUDA is dead."""
+    if not native.available():
+        return native.reason() or ""
+    if settings.current().native_threads == "off":
+        return "CTXFIX_NATIVE_THREADS=off"
+    return (driver.problem() or "") if driver.forked() else ""
 
 
 def _harmless(work: Callable[..., None]) -> Callable[..., None]:
@@ -167,8 +176,8 @@ def native_threads(memory: Any = None) -> Iterator[None]:
     else:
         with affinity.bound(memory) as context:
             pass
-    if not enabled():
-        reason = native.reason() or "CTXFIX_NATIVE_THREADS=off"
+    reason = off_reason()
+    if reason:
         guard.warn_once("native_threads", f"ctxfix: native threads are not bound: {reason}")
         yield
         return
