@@ -33,6 +33,19 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     assert first.name != second.name
 
 
+def test_a_writer_that_is_closed_writes_into_no_other_file(tmp_path: Path) -> None:
+    """A transfer that was under way may have something to record yet, when the number is another file's."""
+    writer = records.Writer(str(tmp_path / "r"), "host.1")
+    number = writer._file
+    writer.close()
+    with open(tmp_path / "theirs", "wb") as theirs:
+        assert theirs.fileno() == number, "else this shows nothing"
+        assert not writer.write({"kind": "post"}) and writer.lost == 1
+        writer.close()
+        theirs.write(b"x")
+    assert (tmp_path / "theirs").read_bytes() == b"x"
+
+
 def test_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to(tmp_path / "mine")

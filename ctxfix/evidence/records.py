@@ -156,8 +156,10 @@ class Writer:
         return not self._torn
 
     def close(self) -> None:
-        """Close the file."""
-        os.close(self._file)
+        """Close the file. What is said afterwards is lost, and counted: its number may be another file's by then."""
+        opened, self._file = self._file, -1
+        if opened >= 0:
+            os.close(opened)
 
 
 @dataclass
