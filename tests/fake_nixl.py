@@ -55,8 +55,11 @@ def make_module(seen: list[tuple[str, int]], cuda: FakeCuda) -> types.ModuleType
 
     class nixl_prepped_dlist_handle(nixl_xfer_handle):
         __slots__ = ()
+        refuse = False
 
         def release(self) -> None:
+            if self.refuse:
+                raise RuntimeError("still in use")
             self._released = True
 
         def __del__(self) -> None:

@@ -298,6 +298,43 @@ os.wait()
     assert len({process.pid for process in run.processes}) == 2
 
 
+def test_a_forked_child_still_knows_whom_it_watches(tmp_path: Path) -> None:
+    """Without VRAM_SEG it would take GPU memory for the host's, and without the other hear nothing of libfabric."""
+    code = """
+import os
+from ctxfix.evidence import recorder
+r = recorder.start(os.environ["FOLDER"])
+r.observer.vram = "VRAM_SEG"
+pid = os.fork()
+if pid == 0:
+    r.observer.agent(object(), "child", [])
+    observer = recorder.current().observer
+    fine = observer.vram == "VRAM_SEG" and observer.libraries_came is recorder.count_calls
+    recorder.current().finish()
+    os._exit(0 if fine else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+"""
+    run_python(code, FOLDER=str(tmp_path / "r"))
+
+
+def test_a_fork_while_the_recorder_looks_whether_it_is_to_end(tmp_path: Path) -> None:
+    code = """
+import os, signal, time
+from ctxfix.evidence import recorder
+r = recorder.start(os.environ["FOLDER"])
+with r._ended._cond:  # as its thread does for a moment each second
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+deadline = time.monotonic() + 10
+while time.monotonic() < deadline and not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+    time.sleep(0.01)
+os.kill(pid, signal.SIGKILL)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, "the child waited within os.fork()"
+"""
+    run_python(code, FOLDER=str(tmp_path / "r"))
+
+
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_a_child_of_multiprocessing_leaves_its_last_counts(method: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("""

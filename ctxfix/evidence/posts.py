@@ -62,8 +62,9 @@ class Observer:
         self._handles: dict[int, _Handle] = {}
         self._lengths: dict[int, array[int] | None] = {}
         self._prepared: dict[int, tuple[int, int]] = {}  # -> first address, device
+        self._remotes: dict[int, str] = {}  # prepared list of a remote side -> its agent
         self._started: dict[int, int] = {}
-        self._forgotten: dict[int, tuple[_Handle | None, int | None]] = {}
+        self._forgotten: dict[int, list[tuple[dict[int, Any], Any]]] = {}
         self._names: dict[int, str] = {}
         self.totals: dict[tuple[str, str, str, int], Totals] = {}
         self.agents: dict[str, dict[str, Any]] = {}
@@ -71,6 +72,12 @@ class Observer:
         self.libraries_came: Callable[[], object] = lambda: None
         self.unknown_posts = 0
         self.problems: dict[str, int] = {}
+
+    def forked(self, tell: Callable[[dict[str, Any]], object]) -> None:
+        """In a forked child: nothing was seen yet, and ``tell`` is given what is; whom it watches stays."""
+        vram, libraries_came = self.vram, self.libraries_came
+        self.__init__(tell)  # type: ignore[misc]
+        self.vram, self.libraries_came = vram, libraries_came
 
     def snapshot(self) -> dict[str, Any]:
         """All counts up to now."""
@@ -121,8 +128,13 @@ class Observer:
         _, _, first = measure(descs)
         self._prepared[handle] = first, self._device(first, descs, mem_type)
 
-    def selected(self, agent: Any, handle: int, operation: str, side: int, indices: Any, remote: str) -> None:
-        """A transfer was made of elements of a prepared list."""
+    def prepared_remote(self, handle: int, agent: str) -> None:
+        """A list of the memory of ``agent``, another one, was prepared."""
+        self._remotes[handle] = agent
+
+    def selected(self, agent: Any, handle: int, operation: str, side: int, indices: Any, remote_side: int) -> None:
+        """A transfer was made of elements of prepared lists."""
+        remote = self._remotes.get(remote_side, "?")
         known = self._lengths.get(side)
         first, device = self._prepared.get(side, (0, UNKNOWN))
         size = sum(map(known.__getitem__, indices)) if known is not None else 0
@@ -137,15 +149,16 @@ class Observer:
 
     def forget(self, handle: int) -> None:
         """A handle is about to be released; NIXL may use its integer again at once."""
-        self._forgotten[handle] = self._handles.pop(handle, None), self._started.pop(handle, None)
+        tables: tuple[dict[int, Any], ...] = (
+            self._handles, self._started, self._lengths, self._prepared, self._remotes
+        )  # fmt: skip
+        self._forgotten[handle] = [(table, table.pop(handle)) for table in tables if handle in table]
 
     def released(self, handle: int, refused: bool) -> None:
         """It was released, or the release was ``refused`` (still active), and it is as it was."""
-        known, started = self._forgotten.pop(handle, (None, None))
-        if refused and known is not None:
-            self._handles[handle] = known
-            if started is not None:
-                self._started[handle] = started
+        for table, known in self._forgotten.pop(handle, ()):
+            if refused:
+                table[handle] = known
 
     def posted(self, handle: int, state: str, context: int, started: int) -> None:
         """A transfer was posted in ``context``."""
@@ -308,12 +321,12 @@ def _methods(observer: Observer) -> dict[str, Callable[[Method], Method]]:
         if agent_name in ("", "NIXL_INIT_AGENT"):
             observer.prepared(result._handle, xfer_list, mem_type)
         else:
-            remotes[result._handle] = agent_name
+            observer.prepared_remote(result._handle, agent_name)
 
     def selected(result: Any, agent: Any, operation: str, local_xfer_side: Any, local_indices: Any,
                  remote_xfer_side: Any, *_: Any, **__: Any) -> None:  # fmt: skip
-        remote = remotes.get(remote_xfer_side._handle, "?")
-        observer.selected(agent, result._handle, operation, local_xfer_side._handle, local_indices, remote)
+        sides = local_xfer_side._handle, remote_xfer_side._handle
+        observer.selected(agent, result._handle, operation, sides[0], local_indices, sides[1])
 
     def made(result: Any, agent: Any, operation: str, local_descs: Any, remote_descs: Any, remote_agent: str,
              *_: Any, **__: Any) -> None:  # fmt: skip
@@ -330,7 +343,10 @@ def _methods(observer: Observer) -> dict[str, Callable[[Method], Method]]:
             try:
                 state = original(agent, handle, *args, **kwargs)
             except BaseException as error:
-                observer.failed(handle._handle, error)
+                try:
+                    observer.failed(handle._handle, error)
+                except Exception as ours:  # noqa: BLE001 - no handle, maybe: that is what NIXL says
+                    observer.problem("transfer", ours)
                 raise
             try:
                 observer.posted(handle._handle, str(state), context, started)
@@ -340,7 +356,6 @@ def _methods(observer: Observer) -> dict[str, Callable[[Method], Method]]:
 
         return method
 
-    remotes: dict[int, str] = {}
     after: dict[str, Callable[..., Any]] = {
         "__init__": made_agent,
         "create_backend": made_backend,
@@ -390,8 +405,19 @@ def watch(module: ModuleType, observer: Observer) -> None:
 
         return method
 
-    if hasattr(module, "nixl_xfer_handle"):
-        hooks.append((module.nixl_xfer_handle, "release", release))
+    def finalize(original: Method) -> Method:
+        @functools.wraps(original)
+        def method(self: Any) -> None:
+            if not getattr(self, "_released", True):
+                observer.forget(self._handle)
+                observer.released(self._handle, refused=False)
+            original(self)
+
+        return method
+
+    for name in ("nixl_xfer_handle", "nixl_prepped_dlist_handle"):
+        if hasattr(module, name):
+            hooks += [(getattr(module, name), "release", release), (getattr(module, name), "__del__", finalize)]
     for owner, name, make in hooks:
         original = owner.__dict__.get(name)
         if original is not None:

@@ -219,9 +219,9 @@ def _after_fork() -> None:
     before, _recorder, _starting = _recorder, None, threading.Lock()
     if before is None:
         return
+    before._ended = threading.Event()  # the recorder's thread may have been asking the other one
     before._ended.set()
-    observer = before.observer
-    observer.__init__(lambda record: _in_child(before, record))  # type: ignore[misc]
+    before.observer.forked(lambda record: _in_child(before, record))
 
 
 def _in_child(before: Recorder, record: dict[str, Any]) -> None:
