@@ -190,18 +190,20 @@ def recording(folder: str) -> Iterator[Recorder]:
         if _recorder is not None:
             raise EvidenceError(f"this process is being recorded already, into {_recorder.folder}")
         recorder = _recorder = Recorder(folder)
-    activation.unpatch_nixl()
-    activation.patch_nixl()
-    recorder.start()
     try:
+        activation.unpatch_nixl()
+        activation.patch_nixl()
+        recorder.start()
         yield recorder
     finally:
         recorder.finish()
         atexit.unregister(recorder.finish)
         _recorder = None
-        activation.unpatch_nixl()
-        activation.patch_nixl()
         recorder.writer.close()
+        try:
+            activation.unpatch_nixl()
+        finally:
+            activation.patch_nixl()
 
 
 def count_calls() -> None:

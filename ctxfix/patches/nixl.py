@@ -390,7 +390,10 @@ def apply(module: ModuleType) -> None:
     agents.install()
     if settings.current().record is not None or "ctxfix.evidence.recorder" in sys.modules:
         # Under our own hooks, so that what is recorded is what NIXL finds.
-        import_module("ctxfix.evidence.recorder").attach(module)
+        try:
+            import_module("ctxfix.evidence.recorder").attach(module)
+        except Exception as error:
+            guard.failed("recording", error)
     hooks: list[tuple[type, str, Callable[[Hook], Hook]]] = [
         (agent, name, functools.partial(_wrapt, hook)) for name, hook in _set_up_hooks(vram).items()
     ]
