@@ -193,11 +193,11 @@ def _patch_modules(patch: str, names: list[str]) -> dict[str, str]:
 
 def _unpatch(patch: str) -> dict[str, str]:
     _startup.unwanted.add(patch)
+    for name in _targets_of(patch):
+        _startup.outcomes.pop(name, None)
     module = sys.modules.get(patch)
     if module is not None:
         module.remove()
-    for name in _targets_of(patch):
-        _startup.outcomes.pop(name, None)
     return {name: "not patched" for name in _targets_of(patch)}
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import threading
 import types
@@ -251,6 +252,11 @@ def test_somebody_on_top_is_told_and_the_rest_undone(module: types.ModuleType, h
         made.remove()
     assert module.Engine.send is on_top
     assert module.Engine.loop is original[1]
+    with pytest.raises(PatchError, match="somebody wrapped"):
+        made.remove()
+    module.Engine.send = ours
+    made.remove()
+    assert (module.Engine.send, module.Engine.loop) == original
 
 
 # ---- other projects' hosts -------------------------------------------------------------------------------------------
@@ -273,6 +279,44 @@ def test_patch_host_before_or_after_the_import(cuda: FakeCuda, package: Callable
     engine.Engine(cuda.current, cuda.alloc(2)).loop()
     assert engine.seen == [cuda.contexts[2], 0]
     assert "fakeacme.engine" not in _startup.TARGETS
+
+
+@pytest.mark.usefixtures("startup_state")
+def test_a_host_that_is_reloaded_is_hooked_again(cuda: FakeCuda, package: Callable[[str, str], Path]) -> None:
+    package("fakeecho", CODE + "\n\ndef flush(memory, ask):\n    return ask()\n")
+    import fakeecho
+
+    hooks = (Hook("fakeecho", "Engine.loop", lambda self: self.memory), Hook("fakeecho", "flush", lambda m, _: m))
+    assert ctxfix.patch_host("echo", *hooks) == {"fakeecho": "patched"}
+    old = fakeecho.Engine
+    importlib.reload(fakeecho)
+    memory = cuda.alloc(2)
+    fakeecho.Engine(cuda.current, memory).loop()
+    assert fakeecho.flush(memory, cuda.current) == cuda.contexts[2]
+    ctxfix.unpatch_host("echo")
+    for engine in (old, fakeecho.Engine):
+        engine(cuda.current, memory).loop()
+    assert fakeecho.flush(memory, cuda.current) == 0
+    assert fakeecho.seen == [cuda.contexts[2], 0, 0]
+
+
+@pytest.mark.usefixtures("startup_state")
+def test_unpatch_host_can_be_tried_again(package: Callable[[str, str], Path]) -> None:
+    package("fakefoxtrot", CODE)
+    import fakefoxtrot
+
+    original, hook = fakefoxtrot.Engine.loop, Hook("fakefoxtrot", "Engine.loop")
+    ctxfix.patch_host("foxtrot", hook)
+    ours = fakefoxtrot.Engine.loop
+    fakefoxtrot.Engine.loop = lambda self: ours(self)
+    for _ in range(2):
+        with pytest.raises(PatchError, match="somebody wrapped"):
+            ctxfix.unpatch_host("foxtrot")
+        assert "fakefoxtrot" not in _startup.TARGETS and "fakefoxtrot" not in _startup.outcomes
+    assert ctxfix.patch_host("foxtrot", hook) == {"fakefoxtrot": "patched"}
+    fakefoxtrot.Engine.loop = ours
+    assert ctxfix.unpatch_host("foxtrot") == {"fakefoxtrot": "not patched"}
+    assert fakefoxtrot.Engine.loop is original and ctxfix.unpatch_host("foxtrot") == {}
 
 
 @pytest.mark.usefixtures("startup_state")

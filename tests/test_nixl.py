@@ -587,9 +587,48 @@ def test_a_wrapper_on_top_is_told_and_left(cuda: FakeCuda) -> None:
     nixl.apply(module)
     ours = module.nixl_agent.transfer
     module.nixl_agent.transfer = lambda *args: ours(*args)
-    with pytest.raises(PatchError, match=r"nixl_agent\.transfer"):
-        nixl.remove()
+    for _ in range(2):
+        with pytest.raises(PatchError, match=r"nixl_agent\.transfer"):
+            nixl.remove()
+        assert nixl.status() == {"nixl_cu12._api": {"hooked": ["nixl_agent.transfer"], "missing": []}}
+    module.nixl_agent.transfer = ours
+    nixl.remove()
     assert nixl.status() == {}
+
+
+@pytest.mark.parametrize("still", [True, False], ids=["the wrapper stays", "the wrapper goes"])
+def test_on_again_after_a_wrapper_on_top(cuda: FakeCuda, still: bool) -> None:
+    """What stayed on under it is not put on a second time: a post would count twice."""
+    host = Nixl(cuda)
+    before = methods_of(host.module)
+    nixl.apply(host.module)
+    ours = host.module.nixl_agent.transfer
+    host.module.nixl_agent.transfer = on_top = lambda *args: ours(*args)
+    with pytest.raises(PatchError):
+        nixl.remove()
+    if not still:
+        host.module.nixl_agent.transfer = ours
+    nixl.apply(host.module)
+    assert (host.module.nixl_agent.transfer is on_top) is still
+    agent, address = host.agent(), cuda.alloc(1)
+    agent.register_memory([(address, MIB, 1, "")], "VRAM")
+    agent.transfer(agent.initialize_xfer("WRITE", one(address), None, "peer"))
+    assert host.context_of("register_memory") == host.context_of("transfer") == cuda.contexts[1]
+    assert host.counted_since("posts") == 1
+    if still:
+        host.module.nixl_agent.transfer = ours
+    nixl.remove()
+    assert methods_of(host.module) == before
+
+
+def test_a_module_that_ran_anew_is_hooked_anew_and_given_back_whole(cuda: FakeCuda) -> None:
+    first, second = make_module([], cuda), make_module([], cuda)
+    before = methods_of(first), methods_of(second)
+    nixl.apply(first)
+    nixl.apply(second)
+    assert methods_of(second) != before[1]
+    nixl.remove()
+    assert (methods_of(first), methods_of(second)) == before
 
 
 @pytest.mark.parametrize("lack", ["nixl_agent", "transfer", "nixlBind"])

@@ -284,6 +284,9 @@ def test_removal_tells_of_a_wrapper_on_top(cuda: FakeCuda) -> None:
     with pytest.raises(PatchError, match=r"NixlKVManager\.transfer_worker after ctxfix"):
         sglang.remove()
     assert not hasattr(host.manager.__init__, "__wrapped__")
+    host.manager.transfer_worker = ours
+    sglang.remove()
+    assert sglang.status() == {}
 
 
 @pytest.mark.parametrize(("name", "worker"), [(NIXL, "transfer_worker"), (MOONCAKE, "transfer_worker")])

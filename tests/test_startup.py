@@ -19,7 +19,7 @@ import pytest
 from environments import clean_environment
 
 import ctxfix
-from ctxfix import _startup
+from ctxfix import _startup, activation
 from ctxfix.errors import DriverError, PatchError
 
 pytestmark = pytest.mark.usefixtures("startup_state")
@@ -398,6 +398,20 @@ def test_deactivate_tells_who_wrapped_on_top(patch: Patch, package: Write, monke
     with pytest.raises(PatchError, match="Agent.post was wrapped after ctxfix"):
         ctxfix.deactivate()
     assert removed, "one patch that stays must not keep the others on"
+
+
+@pytest.mark.usefixtures("startup_state")
+def test_patched_anew_after_somebody_had_wrapped_on_top(
+    patch: Patch, package: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All the other hooks had been taken off: 'patched' would be a lie until they are on again."""
+    package(HOST, "")
+    module = importlib.import_module(HOST)
+    patch.wrapped_on_top = True
+    with pytest.raises(PatchError):
+        activation._unpatch(_startup.TARGETS[HOST])
+    module.patched = False
+    assert activation._patch(_startup.TARGETS[HOST])[HOST] == "patched" and module.patched
 
 
 def test_activate_raises_in_strict_mode(patch: Patch, package: Write, monkeypatch: pytest.MonkeyPatch) -> None:

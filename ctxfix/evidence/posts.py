@@ -22,7 +22,7 @@ from ctxfix import affinity, driver
 from ctxfix.errors import PatchError
 from ctxfix.methods import unbound
 from ctxfix.patches import descriptors
-from ctxfix.patches.undo import Patch, put_back
+from ctxfix.patches.undo import Patch, Patches
 
 Method = Callable[..., Any]
 #: Devices that are none: host memory, and GPU memory (so NIXL was told) whose owner the driver does not name.
@@ -379,16 +379,16 @@ def _current() -> int:
         return 0
 
 
-_watched: dict[str, list[Patch]] = {}
+_patches = Patches()
 
 
 def watch(module: ModuleType, observer: Observer) -> None:
     """Observe the ``nixl_agent`` of ``module`` (nixl_cu12._api or another build of it). Idempotent."""
-    if module.__name__ in _watched:
+    if any(patch.owner is module.nixl_agent and patch.stands for patch in _patches.of(module.__name__)):
         return
+    _patches.settle(module.__name__)
     driver.attach()
     observer.vram = getattr(getattr(module, "nixlBind", None), "VRAM_SEG", None)
-    done = _watched.setdefault(module.__name__, [])
     hooks = [(module.nixl_agent, name, make) for name, make in _methods(observer).items()]
 
     def release(original: Method) -> Method:
@@ -418,14 +418,14 @@ def watch(module: ModuleType, observer: Observer) -> None:
     for name in ("nixl_xfer_handle", "nixl_prepped_dlist_handle"):
         if hasattr(module, name):
             hooks += [(getattr(module, name), "release", release), (getattr(module, name), "__del__", finalize)]
-    for owner, name, make in hooks:
-        original = owner.__dict__.get(name)
-        if original is not None:
-            done.append(Patch(owner, name, original, make(unbound(original))))
-            setattr(owner, name, done[-1].ours)
+    found = [(owner, name, vars(owner).get(name), make) for owner, name, make in hooks]
+    _patches.put_on(
+        module.__name__,
+        [Patch(owner, name, it, make(unbound(it))) for owner, name, it, make in found if it is not None],
+    )
 
 
 def unwatch(module: str) -> None:
     """Undo :func:`watch`, where nobody has wrapped on top. Idempotent."""
     with suppress(PatchError):
-        put_back({module: _watched.pop(module, [])})
+        _patches.take_off(module)

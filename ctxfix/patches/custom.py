@@ -20,6 +20,7 @@ def add(name: str, hooks: tuple[Hook, ...]) -> Host:
     """
     known = _hosts.get(name)
     if known is not None and known.hooks == hooks:
+        _startup.TARGETS.update(dict.fromkeys(known.modules, __name__))  # discard() may have failed
         return known
     if known is not None or not hooks:
         why = "has other hooks already: call ctxfix.unpatch_host first" if known else "has no hooks"
@@ -35,13 +36,14 @@ def add(name: str, hooks: tuple[Hook, ...]) -> Host:
 
 def discard(name: str) -> list[str]:
     """Take the hooks of a host off and forget it; the modules it had hooks in."""
-    host = _hosts.pop(name, None)
+    host = _hosts.get(name)
     if host is None:
         return []
     for module in host.modules:
         _startup.TARGETS.pop(module, None)
         _startup.outcomes.pop(module, None)
-    host.remove()
+    host.remove()  # if it fails the host stays known, for the next try
+    _hosts.pop(name, None)
     return host.modules
 
 

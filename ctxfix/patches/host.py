@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 from ctxfix import affinity, counters, driver, guard, threads
 from ctxfix.errors import DriverError, PatchError
 from ctxfix.methods import unbound
-from ctxfix.patches.undo import Patch, put_back
+from ctxfix.patches.undo import Patch, Patches
 
 
 class Device(NamedTuple):
@@ -146,7 +146,9 @@ class Host:
     def __init__(self, name: str, hooks: Iterable[Hook]) -> None:
         self.name = name
         self.hooks = tuple(hooks)
-        self._applied: dict[str, tuple[ModuleType, list[Patch], list[str]]] = {}
+        self._patches = Patches()
+        self._applied: dict[str, tuple[ModuleType, Any]] = {}  # the module and its spec, a new one when it runs anew
+        self._missing: dict[str, list[str]] = {}
 
     @property
     def modules(self) -> list[str]:
@@ -159,9 +161,10 @@ class Host:
         Raises:
             PatchError: a method that is not optional is not where it was; nothing was changed.
         """
-        done = self._applied.get(module.__name__)
-        if done is not None and done[0] is module:
+        before, now = self._applied.get(module.__name__, (None, None)), (module, getattr(module, "__spec__", None))
+        if before[0] is now[0] and before[1] is now[1]:
             return
+        self._patches.settle(module.__name__)
         patches, missing = [], []
         for hook in self.hooks:
             if hook.module != module.__name__:
@@ -173,9 +176,8 @@ class Host:
                 missing.append(hook.method)
             else:
                 raise PatchError(self._moved(module, hook))
-        for patch in patches:
-            setattr(patch.owner, patch.name, patch.ours)
-        self._applied[module.__name__] = (module, patches, missing)
+        self._patches.put_on(module.__name__, patches)
+        self._applied[module.__name__], self._missing[module.__name__] = now, missing
         driver.attach()
 
     @staticmethod
@@ -212,13 +214,16 @@ class Host:
         Raises:
             PatchError: somebody wrapped a method after us; it stays, all others are undone.
         """
-        applied = {name: patches for name, (_, patches, _) in self._applied.items()}
         self._applied.clear()
-        put_back(applied)
+        self._missing.clear()
+        self._patches.take_off()
 
     def status(self) -> dict[str, dict[str, list[str]]]:
         """By patched module: the methods hooked, and the optional ones that this version lacks."""
         return {
-            name: {"hooked": [patch.where for patch in patches], "missing": list(missing)}
-            for name, (_, patches, missing) in self._applied.items()
+            name: {
+                "hooked": list(dict.fromkeys(patch.where for patch in self._patches.of(name))),
+                "missing": list(self._missing.get(name, ())),
+            }
+            for name in self._patches.modules()
         }

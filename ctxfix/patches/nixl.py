@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import wrapt
 
@@ -37,7 +37,7 @@ from ctxfix.patches.calls import (
     in_context,
     unknown_owner,
 )
-from ctxfix.patches.undo import Patch, put_back
+from ctxfix.patches.undo import Patch, Patches
 from ctxfix.registry import registry
 
 _posts = counters.ticker("posts")
@@ -358,12 +358,9 @@ def _finalizing(original: Hook, known: dict[int, Any]) -> Hook:
 # ---- on and off ------------------------------------------------------------------------------------------------------
 
 
-class _Patched(NamedTuple):
-    patches: list[Patch]
-    missing: list[str]
-
-
-_applied: dict[str, _Patched] = {}
+_patches = Patches()
+_agents: dict[str, type] = {}  # by patched module, the class whose methods are hooked
+_missing: dict[str, list[str]] = {}
 
 #: Without these nothing can be guaranteed: a NIXL that lacks one is left alone.
 _REQUIRED = frozenset({"register_memory", "initialize_xfer", "transfer"})
@@ -383,9 +380,9 @@ def apply(module: ModuleType) -> None:
             f"{module.__name__} is not a NIXL that ctxfix knows (1.1.0 to 1.5.1): it lacks "
             f"{', '.join(lacking) or 'nixlBind.VRAM_SEG'}. Its calls stay as they are"
         )
-    done = _applied.get(module.__name__)
-    if done is not None and done.patches[0].owner is agent:
+    if _agents.get(module.__name__) is agent:
         return
+    _patches.settle(module.__name__)
     driver.attach()
     agents.install()
     if settings.current().record is not None or "ctxfix.evidence.recorder" in sys.modules:
@@ -415,16 +412,15 @@ def apply(module: ModuleType) -> None:
         hooks.append((handle, "release", functools.partial(_wrapt, release)))
         hooks.append((handle, "__del__", functools.partial(_finalizing, known=known)))
 
-    result = _Patched([], [])
+    patches, missing = [], []
     for owner, name, make in hooks:
         original = owner.__dict__.get(name)
         if original is None:  # not in this version
-            result.missing.append(f"{owner.__name__}.{name}")
-            continue
-        patch = Patch(owner, name, original, make(original))
-        setattr(owner, name, patch.ours)
-        result.patches.append(patch)
-    _applied[module.__name__] = result
+            missing.append(f"{owner.__name__}.{name}")
+        else:
+            patches.append(Patch(owner, name, original, make(original)))
+    _patches.put_on(module.__name__, patches)
+    _agents[module.__name__], _missing[module.__name__] = agent, missing
 
 
 def _wrapt(hook: Hook, original: Hook) -> Hook:
@@ -438,15 +434,16 @@ def remove() -> None:
     Raises:
         PatchError: somebody wrapped a method after us; it stays, all others are undone.
     """
-    applied = {name: patches for name, (patches, _) in _applied.items()}
-    _applied.clear()
+    modules = _patches.modules()
+    _agents.clear()
+    _missing.clear()
     _transfers.clear()
     _prepared.clear()
     try:
-        put_back(applied)
+        _patches.take_off()
     finally:
         if "ctxfix.evidence.posts" in sys.modules:  # its observers lie under our hooks
-            for name in applied:
+            for name in modules:
                 sys.modules["ctxfix.evidence.posts"].unwatch(name)
 
 
@@ -462,6 +459,9 @@ os.register_at_fork(after_in_child=_after_fork)
 def status() -> dict[str, dict[str, list[str]]]:
     """By patched module: the methods hooked, and those that this version of NIXL lacks."""
     return {
-        name: {"hooked": [patch.where for patch in patches], "missing": list(missing)}
-        for name, (patches, missing) in _applied.items()
+        name: {
+            "hooked": list(dict.fromkeys(patch.where for patch in _patches.of(name))),
+            "missing": list(_missing.get(name, ())),
+        }
+        for name in _patches.modules()
     }
