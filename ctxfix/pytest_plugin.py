@@ -13,6 +13,7 @@ pytest loads it in every run of the environment: nothing but pytest is imported 
 
 from __future__ import annotations
 
+import dataclasses
 import glob
 import os
 import re
@@ -90,6 +91,7 @@ def ctxfix_recorder(request: pytest.FixtureRequest, tmp_path_factory: pytest.Tem
     missing = _no_gpu()
     if missing and not _setting(config, "require-gpu"):
         pytest.skip(missing)
+    from ctxfix import settings
     from ctxfix.evidence import recorder
     from ctxfix.verify.recording import Recording
 
@@ -97,7 +99,9 @@ def ctxfix_recorder(request: pytest.FixtureRequest, tmp_path_factory: pytest.Tem
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CTXFIX_RECORD", folder)
         if _setting(config, "strict"):
-            patch.setenv("CTXFIX_STRICT", "1")
+            patch.setenv("CTXFIX_STRICT", "1")  # for processes that the test starts; here it was read already
+            strict = dataclasses.replace(settings.current(), strict=True)
+            patch.setattr(settings, "current", lambda: strict)
         with recorder.recording(folder) as recorded:
             recording = Recording(folder, recorded)
             request.node.stash[_RECORDING] = recording

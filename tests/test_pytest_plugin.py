@@ -161,6 +161,26 @@ def test_it(ctxfix_recorder):
     assert len(list((pytester.path / "kept").iterdir())) == 2
 
 
+def test_strict_reaches_the_hooks_of_this_process(pytester: pytest.Pytester) -> None:
+    """Also where they are there before the first test, as when a conftest.py imports NIXL."""
+    pytester.makeconftest("from ctxfix import guard")
+    result = run(
+        pytester,
+        """
+import pytest
+from ctxfix import guard
+from ctxfix.errors import CtxfixError
+def test_it(ctxfix_recorder):
+    with pytest.raises(CtxfixError, match="broken"):
+        guard.failed("a hook", ValueError("broken"))
+def test_another():
+    guard.failed("a hook", ValueError("broken"))
+""",
+        "--ctxfix-strict",
+    )
+    result.assert_outcomes(passed=2)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("xdist") is None, reason="pytest-xdist is not installed")
 def test_rows_come_through_xdist(pytester: pytest.Pytester) -> None:
     code = "import pytest\n@pytest.mark.parametrize('n', range(4))\n"
