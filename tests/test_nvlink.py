@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ctxfix.evidence import nvlink
+from ctxfix.evidence import contexts, nvlink
 
 
 class Nvml:
@@ -70,3 +70,12 @@ def test_a_counter_that_was_reset_says_nothing() -> None:
     gone = nvlink.read(counted(9, 9, 9, 9))
     del gone["gpus"]["GPU-1"]
     assert nvlink.told(nvlink.read(counted(1, 1, 1, 1)), gone) == ""
+
+
+def test_an_nvml_that_does_not_shut_down_says_what_it_has_said() -> None:
+    class Stuck(Nvml):
+        def nvmlShutdown(self) -> None:
+            raise OSError("no")
+
+    assert nvlink.read(Stuck({(gpu, field): 1 for gpu in (0, 1) for field in (138, 139)}))["known"]
+    assert contexts.read_nvml(Stuck({}))["known"] is False

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from importlib import import_module
 from typing import Any
 
 from ctxfix import driver
+from ctxfix.evidence import nvml as ask_nvml
 
 
 def read(owners: Iterable[int], nvml: Any = None) -> dict[str, Any]:
@@ -31,28 +31,15 @@ def read(owners: Iterable[int], nvml: Any = None) -> dict[str, Any]:
 
 def read_nvml(nvml: Any = None, pid: int | None = None) -> dict[str, Any]:
     """By GPU (its UUID) the bytes this process holds there; ``known`` False, with the reason, where NVML cannot say."""
-    try:
-        if nvml is None:
-            nvml = import_module("pynvml")
-        nvml.nvmlInit()
-    except Exception as error:  # noqa: BLE001 - the package or the driver is absent, in the way of its version
-        return {"known": False, "reason": f"NVML is not there ({type(error).__name__}: {error})"}
-    try:
+
+    def question(nvml: Any) -> dict[str, Any]:
         used: dict[str, int | None] = {}
-        for index in range(nvml.nvmlDeviceGetCount()):
-            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        for uuid, handle in ask_nvml.gpus(nvml).items():
             for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
                 if process.pid == (pid or os.getpid()):
-                    used[_text(nvml.nvmlDeviceGetUUID(handle))] = process.usedGpuMemory
+                    used[uuid] = process.usedGpuMemory
         if not used:
-            reason = "NVML knows no process of this pid: separate PID namespaces, or no context yet"
-            return {"known": False, "reason": reason}
+            return ask_nvml.unknown("NVML knows no process of this pid: separate PID namespaces, or no context yet")
         return {"known": True, "used": used}
-    except Exception as error:  # noqa: BLE001
-        return {"known": False, "reason": f"NVML could not say ({type(error).__name__}: {error})"}
-    finally:
-        nvml.nvmlShutdown()
 
-
-def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
+    return ask_nvml.ask(question, nvml)

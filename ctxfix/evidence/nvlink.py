@@ -8,8 +8,9 @@ GPU never show. Drivers may refuse them to virtual machines and to MIG instances
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
 from typing import Any
+
+from ctxfix.evidence import nvml as ask_nvml
 
 _ALL_LINKS = 0xFFFFFFFF  # scopeId of nvmlFieldValue_t: the sum over the links (nvml.h)
 _FIELDS = {"sent": "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX", "received": "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX"}
@@ -18,33 +19,21 @@ _FIELDS = {"sent": "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX", "received": "NVML_FI
 def read(nvml: Any = None) -> dict[str, Any]:
     """By GPU (its UUID) the bytes ``sent`` and ``received`` since the driver was loaded; ``known`` False, with the
     reason, where nobody can say. Never raises."""
-    try:
-        if nvml is None:
-            nvml = import_module("pynvml")
-        nvml.nvmlInit()
-    except Exception as error:  # noqa: BLE001 - the package or the driver is absent, in the way of its version
-        return {"known": False, "reason": f"NVML is not there ({type(error).__name__}: {error})", "gpus": {}}
-    try:
+
+    def question(nvml: Any) -> dict[str, Any]:
         gpus = {}
-        for index in range(nvml.nvmlDeviceGetCount()):
-            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        for uuid, handle in ask_nvml.gpus(nvml).items():
             row = {}
             for what, name in _FIELDS.items():
                 (value,) = nvml.nvmlDeviceGetFieldValues(handle, [(getattr(nvml, name), _ALL_LINKS)])
                 if value.nvmlReturn:
-                    return _unknown(f"the driver does not count NVLink's bytes here (NVML error {value.nvmlReturn})")
+                    why = f"the driver does not count NVLink's bytes here (NVML error {value.nvmlReturn})"
+                    return ask_nvml.unknown(why)
                 row[what] = int(value.value.ullVal) * 1024
-            uuid = nvml.nvmlDeviceGetUUID(handle)
-            gpus[uuid.decode() if isinstance(uuid, bytes) else str(uuid)] = row
+            gpus[uuid] = row
         return {"known": True, "reason": "", "gpus": gpus}
-    except Exception as error:  # noqa: BLE001
-        return _unknown(f"NVML could not say ({type(error).__name__}: {error})")
-    finally:
-        nvml.nvmlShutdown()
 
-
-def _unknown(reason: str) -> dict[str, Any]:
-    return {"known": False, "reason": reason, "gpus": {}}
+    return {"gpus": {}, **ask_nvml.ask(question, nvml)}
 
 
 def told(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
