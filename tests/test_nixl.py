@@ -660,6 +660,21 @@ def test_deactivation_in_the_middle_of_a_call_still_restores(host: Nixl, cuda: F
     assert driver.current() == 0
 
 
+def test_what_another_thread_has_learnt_meanwhile_is_not_lost(
+    host: Nixl, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NIXL goes by device ids that are wrong: whoever finds it out says so for good."""
+    agent, contexts = host.agent(), registry.contexts
+
+    def meanwhile() -> tuple[int, ...]:
+        registration.nixl_switches = True
+        return contexts()
+
+    monkeypatch.setattr(registry, "contexts", meanwhile)
+    agent.register_memory([(cuda.alloc(1), MIB, 1, "")], "VRAM")
+    assert registration.nixl_switches
+
+
 def test_an_agent_never_gets_the_thread_group_of_one_that_is_gone(host: Nixl, cuda: FakeCuda) -> None:
     """Python gives the id of an agent that never registered to another one."""
     from ctxfix.native import agents

@@ -83,7 +83,8 @@ def _note_registration(agent: Any, descs: Any) -> None:
         registry.add_all(key, found)
         counters.count("registered_ranges", len(found))
     global nixl_switches
-    nixl_switches |= len(registry.contexts()) > 1
+    if len(registry.contexts()) > 1:  # not `|=`: what another thread sets meanwhile would be lost
+        nixl_switches = True
 
 
 def _has_one_wrong_device_id(memory: Any) -> bool:
