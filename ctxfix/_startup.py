@@ -184,15 +184,16 @@ _finder = _Finder()
 
 def wanted(name: str) -> bool:
     """Whether a target is to be patched now: ctxfix is on, and the user has not taken this patch off."""
-    return TARGETS[name] not in unwanted and not off_reason()
+    return TARGETS.get(name) not in unwanted and not off_reason()
 
 
 def _patch(name: str, module: "ModuleType") -> "BaseException | None":
     """Patch a target that has just run. Returns what went wrong, which is noted already."""
-    if name not in TARGETS or not wanted(name):
+    home = TARGETS.get(name)
+    if home is None or not wanted(name):
         return None
     try:
-        __import__(TARGETS[name], fromlist=("apply",)).apply(module)
+        __import__(home, fromlist=("apply",)).apply(module)
     except (Exception, SystemExit) as error:
         return _failed(name, error)
     outcomes[name] = "patched"
@@ -233,7 +234,9 @@ def patch_present(name: str) -> "BaseException | None":
         # Another thread is importing it: wait on the module's own lock. If we were called from the target's
         # own code that lock is ours, and the module is as half made after as before.
         __import__(name)
-        module = sys.modules[name]
+        module = sys.modules.get(name)
+        if module is None:  # that thread's import has failed, which is its own to tell
+            return None
         if _initializing(module):
             late = RuntimeError("it was half imported when ctxfix came; call ctxfix.activate() when it is whole")
             return _failed(name, late)
@@ -256,10 +259,14 @@ def install() -> None:
             return
         if not installed():
             sys.meta_path.insert(0, _finder)
-        for name in TARGETS:
-            patch_present(name)
     except (Exception, SystemExit) as error:
         note_failure("installing the import finder", error)
+        return
+    for name in list(TARGETS):  # a patch may add a host, and so may another thread
+        try:
+            patch_present(name)
+        except (Exception, SystemExit) as error:
+            _failed(name, error)
 
 
 def uninstall() -> None:

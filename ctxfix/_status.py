@@ -50,7 +50,7 @@ def status() -> dict[str, Any]:
         "reason": _reason(),
         "start_files": _start_files(),
         "started_by": _startup.started_by,
-        "targets": {name: _target(name) for name in _startup.TARGETS},
+        "targets": {name: _target(name) for name in list(_startup.TARGETS)},
         "sglang_plugin": _sglang_plugin(),
         "threads": _threads(),
         "native": _native(),

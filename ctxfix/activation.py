@@ -26,7 +26,7 @@ def activate() -> bool:
         Whether ctxfix is on now; CTXFIX_DISABLE wins.
 
     Raises:
-        PatchError: in strict mode only, if an imported host cannot be patched.
+        PatchError: in strict mode only, if an imported host or Python's threads cannot be patched.
     """
     if _startup.off_reason():
         return False
@@ -35,8 +35,12 @@ def activate() -> bool:
     for name, outcome in dict(_startup.outcomes).items():
         if outcome != "patched":
             _startup.raise_if_strict(name, _startup.patch_present(name))
-    import_module("ctxfix.affinity")  # the thread hook does nothing without it
-    import_module("ctxfix.threads").apply()
+    try:
+        import_module("ctxfix.affinity")  # the thread hook does nothing without it
+        import_module("ctxfix.threads").apply()
+    except Exception as error:
+        _startup.note_failure("hooking Python threads", error)
+        _startup.raise_if_strict("threading", error)
     return True
 
 
@@ -50,7 +54,7 @@ def deactivate() -> None:
     """
     _startup.uninstall()
     problems = []
-    for name in (*sorted(set(_startup.TARGETS.values())), "ctxfix.threads"):
+    for name in (*sorted(set(list(_startup.TARGETS.values()))), "ctxfix.threads"):
         module = sys.modules.get(name)
         if module is None:
             continue
@@ -202,4 +206,4 @@ def _unpatch(patch: str) -> dict[str, str]:
 
 
 def _targets_of(patch: str) -> list[str]:
-    return [name for name, home in _startup.TARGETS.items() if home == patch]
+    return [name for name, home in list(_startup.TARGETS.items()) if home == patch]

@@ -30,8 +30,6 @@ def _set_up_logging(level: str) -> None:
 
 
 _set_up_logging(settings.current().log)
-for _problem in settings.current().problems:
-    logger.warning("ctxfix: %s", _problem)
 
 
 def failed(where: str, error: Exception) -> None:
@@ -104,3 +102,7 @@ def warn_once(key: str, text: str) -> None:
             if interrupted(error):
                 raise
             counters.count("hook_failures")
+
+
+for _problem in settings.current().problems:
+    warn_once(f"setting: {_problem}", f"ctxfix: {_problem}")

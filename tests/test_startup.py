@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import builtins
 import copy
 import importlib
 import importlib.util
@@ -299,7 +300,7 @@ def test_install_never_raises(patch: Patch, package: Write, monkeypatch: pytest.
 
     monkeypatch.setattr(_startup, "patch_present", fail)
     _startup.at_start()
-    assert "SystemExit" in _startup.failures["installing the import finder"]
+    assert "SystemExit" in _startup.failures[f"patching {HOST}"]
 
 
 def test_finder_behind_another_that_asks_the_rest(
@@ -398,6 +399,62 @@ def test_deactivate_tells_who_wrapped_on_top(patch: Patch, package: Write, monke
     with pytest.raises(PatchError, match="Agent.post was wrapped after ctxfix"):
         ctxfix.deactivate()
     assert removed, "one patch that stays must not keep the others on"
+
+
+def test_a_target_that_another_thread_imports_in_vain(patch: Patch, package: Write) -> None:
+    """The error is that thread's. Here there is nothing to patch, and the other targets have their turn."""
+    package(HOST, "import builtins; builtins.fake_half.set(); builtins.fake_go.wait(20); raise OSError('the host')")
+    package("fakeother.api", "")
+    other = importlib.import_module("fakeother.api")
+    _startup.TARGETS["fakeother.api"] = "fakepatch"
+    builtins.fake_half, builtins.fake_go = threading.Event(), threading.Event()
+    errors: list[BaseException] = []
+
+    def imports() -> None:
+        try:
+            importlib.import_module(HOST)
+        except OSError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=imports)
+    thread.start()
+    assert builtins.fake_half.wait(20)
+    going = threading.Timer(0.3, builtins.fake_go.set)
+    going.start()
+    assert activation._patch("fakepatch") == {HOST: "pending", "fakeother.api": "patched"}
+    thread.join(20)
+    going.join(20)
+    del builtins.fake_half, builtins.fake_go
+    assert len(errors) == 1 and patch.modules == [other] and _startup.failures == {}
+
+
+def test_activate_where_threads_cannot_be_hooked(patch: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise PatchError("no method start")
+
+    sys.modules["ctxfix.threads"].apply = fail  # type: ignore[method-assign]
+    assert ctxfix.activate()
+    assert "no method start" in _startup.failures["hooking Python threads"]
+    monkeypatch.setenv("CTXFIX_STRICT", "1")
+    with pytest.raises(PatchError, match="no method start"):
+        ctxfix.activate()
+
+
+def test_a_logging_set_up_that_fails_at_a_bad_setting() -> None:
+    code = """
+import logging, ctxfix
+
+class Broken(logging.Filter):
+    def filter(self, record):
+        raise RuntimeError("the application's filter")
+
+logging.getLogger("ctxfix").addFilter(Broken())
+from ctxfix import guard
+assert ctxfix.stats()["hook_failures"] == 1
+"""
+    environment = clean_environment(PYTHONPATH=str(Path(ctxfix.__file__).parent.parent), CTXFIX_SYNC_MEMOPS="nonsense")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.usefixtures("startup_state")
