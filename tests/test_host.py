@@ -301,6 +301,28 @@ def test_a_host_that_is_reloaded_is_hooked_again(cuda: FakeCuda, package: Callab
 
 
 @pytest.mark.usefixtures("startup_state")
+def test_a_host_that_is_added_while_another_one_is_hooked(package: Callable[[str, str], Path]) -> None:
+    """As by another thread, which imports the package that does it, or by the module itself that is imported."""
+    for name in ("fakeone", "faketwo", "fakethree"):
+        package(name, CODE)
+    import fakeone  # noqa: F401
+    import fakethree  # noqa: F401
+    import faketwo  # noqa: F401
+
+    def adding(original: Callable[..., Any]) -> Callable[..., Any]:
+        added.append(ctxfix.patch_host("two", Hook("faketwo", "Engine.loop")))
+        return lambda *args: original(*args)
+
+    added: list[dict[str, str]] = []
+    assert ctxfix.patch_host("one", Hook("fakeone", "Engine.loop", wrap=adding)) == {"fakeone": "patched"}
+    assert added == [{"faketwo": "patched"}]
+    assert ctxfix.patch_host("three", Hook("fakethree", "Engine.loop")) == {"fakethree": "patched"}
+    assert _startup.failures == {}
+    for name in ("one", "two", "three"):
+        ctxfix.unpatch_host(name)
+
+
+@pytest.mark.usefixtures("startup_state")
 def test_unpatch_host_can_be_tried_again(package: Callable[[str, str], Path]) -> None:
     package("fakefoxtrot", CODE)
     import fakefoxtrot

@@ -6,6 +6,7 @@ Real NIXL under the same hooks is tested in integration/rig.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
 import os
@@ -22,6 +23,7 @@ from fake_nixl import DRAM, METHODS, MIB, VRAM, Boom, DList, Nixl, boom, make_mo
 from ctxfix import counters, driver, settings
 from ctxfix.errors import CtxfixError, DriverError, PatchError
 from ctxfix.patches import nixl, registration
+from ctxfix.patches.host import Hook, Host
 from ctxfix.registry import registry
 
 # ---- every method, in the owner's context, and the caller's own afterwards -------------------------------------------
@@ -594,6 +596,37 @@ def test_a_wrapper_on_top_is_told_and_left(cuda: FakeCuda) -> None:
     module.nixl_agent.transfer = ours
     nixl.remove()
     assert nixl.status() == {}
+
+
+@pytest.mark.parametrize("what", ["NIXL", "a host"])
+def test_two_threads_that_patch_at_once_patch_once(cuda: FakeCuda, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, both = make_module([], cuda), threading.Barrier(2)
+
+    def meet(*_: Any) -> None:
+        with contextlib.suppress(threading.BrokenBarrierError):  # one of them waits for the other, then
+            both.wait(0.5)
+
+    class Make:
+        def __call__(self, original: Any) -> Any:
+            meet()
+            return lambda *args: ("ours", original(*args))
+
+    host = Host("fake", [Hook("nixl_cu12._api", "nixl_agent.transfer", wrap=Make())])
+    monkeypatch.setattr(nixl.agents, "install", meet)
+    patch = nixl if what == "NIXL" else host
+    original = vars(module.nixl_agent)["transfer"]
+    workers = [threading.Thread(target=patch.apply, args=(module,)) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(20)
+    counted = counters.snapshot()["posts"]
+    agent = module.nixl_agent("me")
+    answer = agent.transfer(module.nixl_xfer_handle(agent, 1))
+    assert answer == ("PROC" if what == "NIXL" else ("ours", "PROC"))
+    assert counters.snapshot()["posts"] - counted == (what == "NIXL")
+    patch.remove()
+    assert vars(module.nixl_agent)["transfer"] is original
 
 
 @pytest.mark.parametrize("still", [True, False], ids=["the wrapper stays", "the wrapper goes"])

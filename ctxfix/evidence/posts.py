@@ -379,14 +379,14 @@ def _current() -> int:
         return 0
 
 
-_patches = Patches()
+_watched: dict[str, Patches] = {}
 
 
 def watch(module: ModuleType, observer: Observer) -> None:
     """Observe the ``nixl_agent`` of ``module`` (nixl_cu12._api or another build of it). Idempotent."""
-    if any(patch.owner is module.nixl_agent and patch.stands for patch in _patches.of(module.__name__)):
+    patches = _watched.setdefault(module.__name__, Patches())
+    if any(patch.owner is module.nixl_agent for patch in patches.of(module.__name__)):
         return
-    _patches.settle(module.__name__)
     driver.attach()
     observer.vram = getattr(getattr(module, "nixlBind", None), "VRAM_SEG", None)
     hooks = [(module.nixl_agent, name, make) for name, make in _methods(observer).items()]
@@ -419,7 +419,7 @@ def watch(module: ModuleType, observer: Observer) -> None:
         if hasattr(module, name):
             hooks += [(getattr(module, name), "release", release), (getattr(module, name), "__del__", finalize)]
     found = [(owner, name, vars(owner).get(name), make) for owner, name, make in hooks]
-    _patches.put_on(
+    patches.put_on(
         module.__name__,
         [Patch(owner, name, it, make(unbound(it))) for owner, name, it, make in found if it is not None],
     )
@@ -428,4 +428,4 @@ def watch(module: ModuleType, observer: Observer) -> None:
 def unwatch(module: str) -> None:
     """Undo :func:`watch`, where nobody has wrapped on top. Idempotent."""
     with suppress(PatchError):
-        _patches.take_off(module)
+        _watched.pop(module, Patches()).take_off()

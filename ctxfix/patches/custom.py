@@ -49,7 +49,7 @@ def discard(name: str) -> list[str]:
 
 def apply(module: ModuleType) -> None:
     """Hook ``module`` for the host that it belongs to."""
-    for host in _hosts.values():
+    for host in list(_hosts.values()):
         if module.__name__ in host.modules:
             host.apply(module)
 
@@ -61,7 +61,7 @@ def remove() -> None:
         PatchError: somebody wrapped a method after us; all others are undone.
     """
     problems = []
-    for host in _hosts.values():
+    for host in list(_hosts.values()):
         try:
             host.remove()
         except PatchError as error:
@@ -72,4 +72,4 @@ def remove() -> None:
 
 def status() -> dict[str, dict[str, list[str]]]:
     """By patched module: the methods hooked, and the optional ones that are missing."""
-    return {module: methods for host in _hosts.values() for module, methods in host.status().items()}
+    return {module: methods for host in list(_hosts.values()) for module, methods in host.status().items()}

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import metadata
@@ -36,7 +37,7 @@ from typing import Any, NamedTuple
 from ctxfix import affinity, counters, driver, guard, threads
 from ctxfix.errors import DriverError, PatchError
 from ctxfix.methods import unbound
-from ctxfix.patches.undo import Patch, Patches
+from ctxfix.patches.undo import Patch, Patches, one_change
 
 
 class Device(NamedTuple):
@@ -149,6 +150,7 @@ class Host:
         self._patches = Patches()
         self._applied: dict[str, tuple[ModuleType, Any]] = {}  # the module and its spec, a new one when it runs anew
         self._missing: dict[str, list[str]] = {}
+        self._applying: set[tuple[str, int]] = set()  # on which thread: what makes a hook may lead here again
 
     @property
     def modules(self) -> list[str]:
@@ -161,10 +163,28 @@ class Host:
         Raises:
             PatchError: a method that is not optional is not where it was; nothing was changed.
         """
-        before, now = self._applied.get(module.__name__, (None, None)), (module, getattr(module, "__spec__", None))
-        if before[0] is now[0] and before[1] is now[1]:
+        applying = module.__name__, threading.get_ident()
+        if self._is_on(module) or applying in self._applying:
             return
-        self._patches.settle(module.__name__)
+        self._applying.add(applying)
+        try:
+            with one_change():
+                self._patches.settle(module.__name__)
+            patches, missing = self._find_all(module)
+            with one_change():
+                if not self._is_on(module):
+                    self._patches.put_on(module.__name__, patches)
+                    self._applied[module.__name__] = module, getattr(module, "__spec__", None)
+                    self._missing[module.__name__] = missing
+        finally:
+            self._applying.discard(applying)
+        driver.attach()
+
+    def _is_on(self, module: ModuleType) -> bool:
+        there, spec = self._applied.get(module.__name__, (None, None))
+        return there is module and spec is getattr(module, "__spec__", None)
+
+    def _find_all(self, module: ModuleType) -> tuple[list[Patch], list[str]]:
         patches, missing = [], []
         for hook in self.hooks:
             if hook.module != module.__name__:
@@ -176,9 +196,7 @@ class Host:
                 missing.append(hook.method)
             else:
                 raise PatchError(self._moved(module, hook))
-        self._patches.put_on(module.__name__, patches)
-        self._applied[module.__name__], self._missing[module.__name__] = now, missing
-        driver.attach()
+        return patches, missing
 
     @staticmethod
     def _find(module: ModuleType, hook: Hook) -> Patch | None:
@@ -214,9 +232,10 @@ class Host:
         Raises:
             PatchError: somebody wrapped a method after us; it stays, all others are undone.
         """
-        self._applied.clear()
-        self._missing.clear()
-        self._patches.take_off()
+        with one_change():
+            self._applied.clear()
+            self._missing.clear()
+            self._patches.take_off()
 
     def status(self) -> dict[str, dict[str, list[str]]]:
         """By patched module: the methods hooked, and the optional ones that this version lacks."""

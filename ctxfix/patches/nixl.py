@@ -37,7 +37,7 @@ from ctxfix.patches.calls import (
     in_context,
     unknown_owner,
 )
-from ctxfix.patches.undo import Patch, Patches
+from ctxfix.patches.undo import Patch, Patches, one_change
 from ctxfix.registry import registry
 
 _posts = counters.ticker("posts")
@@ -380,8 +380,12 @@ def apply(module: ModuleType) -> None:
             f"{module.__name__} is not a NIXL that ctxfix knows (1.1.0 to 1.5.1): it lacks "
             f"{', '.join(lacking) or 'nixlBind.VRAM_SEG'}. Its calls stay as they are"
         )
-    if _agents.get(module.__name__) is agent:
-        return
+    with one_change():
+        if _agents.get(module.__name__) is not agent:
+            _apply(module, agent, vram)
+
+
+def _apply(module: ModuleType, agent: type, vram: Any) -> None:
     _patches.settle(module.__name__)
     driver.attach()
     agents.install()
@@ -434,17 +438,18 @@ def remove() -> None:
     Raises:
         PatchError: somebody wrapped a method after us; it stays, all others are undone.
     """
-    modules = _patches.modules()
-    _agents.clear()
-    _missing.clear()
-    _transfers.clear()
-    _prepared.clear()
-    try:
-        _patches.take_off()
-    finally:
-        if "ctxfix.evidence.posts" in sys.modules:  # its observers lie under our hooks
-            for name in modules:
-                sys.modules["ctxfix.evidence.posts"].unwatch(name)
+    with one_change():
+        modules = _patches.modules()
+        _agents.clear()
+        _missing.clear()
+        _transfers.clear()
+        _prepared.clear()
+        try:
+            _patches.take_off()
+        finally:
+            if "ctxfix.evidence.posts" in sys.modules:  # its observers lie under our hooks
+                for name in modules:
+                    sys.modules["ctxfix.evidence.posts"].unwatch(name)
 
 
 def _after_fork() -> None:

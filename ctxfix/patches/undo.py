@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -26,6 +28,14 @@ class Patch(NamedTuple):
     def stands(self) -> bool:
         """Whether it is there, and nothing on top of it."""
         return vars(self.owner).get(self.name) is self.ours
+
+
+_changing = threading.RLock()
+
+
+def one_change() -> threading.RLock:
+    """For a ``with`` block that looks whether a module is patched and patches it: two threads would do it twice."""
+    return _changing
 
 
 class Patches:
@@ -68,11 +78,12 @@ class Patches:
             PatchError: somebody wrapped a method after us; it stays, all others are undone.
         """
         stuck = []
-        for module in modules or self.modules():
-            left = _put_back([*self._stuck.pop(module, ()), *self._on.pop(module, ())])
-            if left:
-                self._stuck[module] = left
-                stuck += [f"{module}.{patch.where}" for patch in left]
+        with one_change():
+            for module in modules or self.modules():
+                left = _put_back([*self._stuck.pop(module, ()), *self._on.pop(module, ())])
+                if left:
+                    self._stuck[module] = left
+                    stuck += [f"{module}.{patch.where}" for patch in left]
         if stuck:
             raise PatchError(
                 f"somebody wrapped {', '.join(stuck)} after ctxfix, so it cannot be taken out from under: remove the "
@@ -89,3 +100,11 @@ def _put_back(patches: Iterable[Patch]) -> list[Patch]:
         elif vars(patch.owner).get(patch.name) is not patch.original:
             left.append(patch)
     return left
+
+
+def _after_fork() -> None:
+    global _changing
+    _changing = threading.RLock()  # another thread of the parent may have held it
+
+
+os.register_at_fork(after_in_child=_after_fork)
