@@ -89,20 +89,24 @@ static void *real(enum call which)
 
 static const struct cx_driver *active(void) { return atomic_load(&cx_off) ? NULL : cx_driver(); }
 
+/* The body of a hook that only makes the call, with the last arguments, in `context`, and counts it as `kind`. */
+#define WITHIN(which, type, kind, context, ...)                                                                        \
+	REAL(which, type);                                                                                             \
+	const struct cx_driver *d = active();                                                                          \
+	if (!d)                                                                                                        \
+		return call(__VA_ARGS__);                                                                              \
+	struct cx_entry e = cx_enter(d, context);                                                                      \
+	int r = call(__VA_ARGS__);                                                                                     \
+	count(e, kind, r, 0);                                                                                          \
+	cx_leave(d, e);                                                                                                \
+	return r
+
 /* ---- addresses and handles -------------------------------------------------------------------------------- */
 
 typedef int range_call(cx_ptr *, size_t *, cx_ptr);
 static int range(enum call which, cx_ptr *base, size_t *size, cx_ptr p)
 {
-	REAL(which, range_call);
-	const struct cx_driver *d = active();
-	if (!d)
-		return call(base, size, p);
-	struct cx_entry e = cx_enter(d, cx_owner(d, p));
-	int r = call(base, size, p);
-	count(e, CX_RANGE, r, 0);
-	cx_leave(d, e);
-	return r;
+	WITHIN(which, range_call, CX_RANGE, cx_owner(d, p), base, size, p);
 }
 static int my_range(cx_ptr *b, size_t *s, cx_ptr p) { return range(RANGE, b, s, p); }
 static int my_range_v2(cx_ptr *b, size_t *s, cx_ptr p) { return range(RANGE_V2, b, s, p); }
@@ -110,18 +114,7 @@ static int my_range_v2(cx_ptr *b, size_t *s, cx_ptr p) { return range(RANGE_V2, 
 typedef struct { char bytes[64]; } handle; /* cudaIpcMemHandle_t, passed by value */
 
 typedef int get_handle_call(handle *, void *);
-static int my_get_handle(handle *h, void *p)
-{
-	REAL(GET_HANDLE, get_handle_call);
-	const struct cx_driver *d = active();
-	if (!d)
-		return call(h, p);
-	struct cx_entry e = cx_enter(d, cx_owner(d, (cx_ptr)p));
-	int r = call(h, p);
-	count(e, CX_GET_HANDLE, r, 0);
-	cx_leave(d, e);
-	return r;
-}
+static int my_get_handle(handle *h, void *p) { WITHIN(GET_HANDLE, get_handle_call, CX_GET_HANDLE, cx_owner(d, (cx_ptr)p), h, p); }
 
 struct twin { struct twin *next; void *context, *base; }; /* base NULL: the opening was refused */
 struct mapping {
@@ -374,17 +367,8 @@ static int my_memcpy(void *to, const void *from, size_t n, int direction)
 
 /* ---- calls that only need some context ---------------------------------------------------------------------- */
 
-/* As SOME(f, arguments): on a thread with none these would make GPU 0's. */
-#define SOME(which, type, context, ...)                                                                                \
-	REAL(which, type);                                                                                             \
-	const struct cx_driver *d = active();                                                                          \
-	if (!d)                                                                                                        \
-		return call(__VA_ARGS__);                                                                              \
-	struct cx_entry e = cx_enter(d, context);                                                                      \
-	int r = call(__VA_ARGS__);                                                                                     \
-	count(e, CX_RUNTIME, r, 0);                                                                                    \
-	cx_leave(d, e);                                                                                                \
-	return r
+/* On a thread with no context these would make GPU 0's. */
+#define SOME(which, type, context, ...) WITHIN(which, type, CX_RUNTIME, context, __VA_ARGS__)
 
 typedef int host_register_call(void *, size_t, unsigned);
 static int my_host_register(void *p, size_t n, unsigned f) { SOME(HOST_REGISTER, host_register_call, somewhere_if_bare(d), p, n, f); }
@@ -433,29 +417,13 @@ static int my_ctx_destroy(void *context)
 typedef int dmabuf_call(void *, cx_ptr, size_t, int, unsigned long long);
 static int my_dmabuf(void *out, cx_ptr p, size_t n, int type, unsigned long long flags)
 {
-	REAL(DMABUF, dmabuf_call);
-	const struct cx_driver *d = active();
-	if (!d)
-		return call(out, p, n, type, flags);
-	struct cx_entry e = cx_enter(d, cx_owner(d, p));
-	int r = call(out, p, n, type, flags);
-	count(e, CX_DMABUF, r, 0);
-	cx_leave(d, e);
-	return r;
+	WITHIN(DMABUF, dmabuf_call, CX_DMABUF, cx_owner(d, p), out, p, n, type, flags);
 }
 
 typedef int set_attribute_call(const void *, int, cx_ptr);
 static int my_set_attribute(const void *value, int attribute, cx_ptr p)
 {
-	REAL(SET_ATTRIBUTE, set_attribute_call);
-	const struct cx_driver *d = active();
-	if (!d)
-		return call(value, attribute, p);
-	struct cx_entry e = cx_enter(d, cx_owner(d, p));
-	int r = call(value, attribute, p);
-	count(e, CX_SET_ATTRIBUTE, r, 0);
-	cx_leave(d, e);
-	return r;
+	WITHIN(SET_ATTRIBUTE, set_attribute_call, CX_SET_ATTRIBUTE, cx_owner(d, p), value, attribute, p);
 }
 
 /* ---- streams and events that are at home in every context -------------------------------------------------- */

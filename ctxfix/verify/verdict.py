@@ -339,7 +339,7 @@ def _row(direction: _Direction, related: _Related, compared: bool) -> Row:
             row.notes.append("the bytes were not compared by anybody")
     else:
         row.compared = True
-        for why in _wrong(checks, direction, row.posts):
+        for why in _wrong(checks, direction):
             _doubt(row, why)
     return row
 
@@ -422,7 +422,7 @@ def _checks(direction: _Direction) -> Check | None:
     return Check("", "", *(sum(getattr(c, name) for c in found) for name in ("transfers", "bytes", "wrong", "stale")))
 
 
-def _wrong(checks: Check, direction: _Direction, posts: int) -> list[str]:
+def _wrong(checks: Check, direction: _Direction) -> list[str]:
     result = []
     if checks.wrong:
         result.append(f"{checks.wrong} of {checks.transfers} transfers brought WRONG bytes, although NIXL said DONE")

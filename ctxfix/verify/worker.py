@@ -90,9 +90,9 @@ class Worker:
     def hello(self) -> dict[str, Any]:
         """What the peer must know."""
         metadata = base64.b64encode(self.agent.get_agent_metadata()).decode()
-        return {"metadata": metadata, "target": self.target, "gpu": self.gpu.ordinal, "pid": os.getpid()}
+        return {"metadata": metadata, "target": self.target, "gpu": self.gpu.ordinal}
 
-    def meet(self, metadata: str, target: int, gpu: int, pid: int) -> dict[str, Any]:
+    def meet(self, metadata: str, target: int, gpu: int) -> dict[str, Any]:
         """Get to know the peer."""
         name = self.agent.add_remote_agent(base64.b64decode(metadata))
         self.peer = name.decode() if isinstance(name, bytes) else name
