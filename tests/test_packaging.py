@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from environments import ROOT, Interpreter, make_venv, pip, run
 
+from ctxfix import native
+
 FINDERS = "import sys; print(sum(type(f).__module__ == 'ctxfix._startup' for f in sys.meta_path))"
 # A multiprocessing child tells how many finders of ours it has; ctxfix is not named.
 CHILD = f"""
@@ -69,9 +71,12 @@ def test_start_loads_nothing_but_ctxfix(installed: Interpreter, bare: Interprete
     assert added == {"ctxfix", "ctxfix._startup"}
 
 
+@pytest.mark.parametrize("options", [(), ("-E",), ("-I",)], ids=" ".join)
 @pytest.mark.parametrize("value", ["1", "maybe"])
-def test_off_switch_at_start(installed: Interpreter, value: str) -> None:
-    assert installed(FINDERS, CTXFIX_DISABLE=value) == "0"
+def test_off_switch_at_start(installed: Interpreter, value: str, options: tuple[str, ...]) -> None:
+    assert installed(FINDERS, *options, CTXFIX_DISABLE=value) == "0"
+    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {FINDERS!r}], check=True)"
+    assert installed(child, *options, CTXFIX_DISABLE=value) == "0"
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
@@ -116,6 +121,9 @@ def test_editable_install(tmp_path: Path) -> None:
     assert python("import ctxfix; print(ctxfix.__file__)") == str(ROOT / "ctxfix" / "__init__.py")
     pip("--python", str(python.executable), "uninstall", "--yes", "ctxfix")
     assert python(FINDERS) == "0" and not any(file.exists() for file in start_files)
+    left = list((ROOT / "ctxfix" / "native").glob("_native*.so"))
+    assert bool(left) is native.available(), "the extension is in the tree, where one was built"
+    assert "*.so" in (ROOT / ".gitignore").read_text().split()
 
 
 def test_target_install_waits_for_the_import_and_says_so(bare: Interpreter, target_folder: Path) -> None:

@@ -213,6 +213,7 @@ def test_what_no_source_does() -> None:
     modules = {"asyncio", "atexit", "ftplib", "http", "marshal", "multiprocessing", "pickle", "requests", "shelve",
                "signal", "smtplib", "socket", "ssl", "subprocess", "urllib", "xmlrpc", "yaml"}  # fmt: skip
     calls = {"eval", "exec", "compile", "input", "os.fork", "os.system", "os.popen", "threading.Thread"}
+    programs = ("os.exec", "os.spawn", "os.posix_spawn")
     found = set()
     for path in python_sources():
         name = str(path.relative_to(ROOT / "ctxfix"))
@@ -223,9 +224,10 @@ def test_what_no_source_does() -> None:
                 found.add((name, str(node.module)))
             elif isinstance(node, ast.Call):
                 called = ast.unparse(node.func)
-                if called in calls or "socket." in called:
+                if called in calls or "socket." in called or called.startswith(programs):
                     found.add((name, called))
     assert found == {
+        ("cli.py", "os.execvpe"),  # `ctxfix run` becomes the command
         ("evidence/cupti.py", "atexit"),  # in the workers of `ctxfix verify`
         ("evidence/identity.py", "socket"),
         ("evidence/identity.py", "socket.gethostname"),
@@ -269,6 +271,58 @@ def test_the_page_names_every_variable_and_place_and_its_tests_exist() -> None:
     assert len(tests) > 20
     for file, name in tests:
         assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.MULTILINE), f"{file}::{name}"
+
+
+def test_each_line_of_the_page_names_its_test() -> None:
+    """A row of a table, an item of a list, a paragraph: all but commands to copy, and what is said of no code."""
+    page = (ROOT / "docs" / "security.md").read_text()
+    page = re.sub(r"^```.*?^```$", "", page, flags=re.MULTILINE | re.DOTALL)
+    sections = dict(re.findall(r"^## (.*)$((?:\n(?!## ).*)*)", page, re.MULTILINE))
+    assert set(sections) >= {"What runs", "What it never does", "What it writes", "The extension", "Remove it"}
+    without = []
+    for title, text in sections.items():
+        for block in re.split(r"\n\s*\n|\n(?=- )", text.strip()):
+            lines = [block] if not block.startswith("|") else block.splitlines()[2:]
+            calls = block.startswith("| In | Calls |")  # all of it is shown by the test that the text above names
+            without += [f"{title}: {line}" for line in lines if line and not calls and "::test_" not in line]
+    none = ("Forms of installation: Not tested: ", "Report a vulnerability: See [SECURITY.md]")
+    assert [line for line in without if not line.startswith(none)] == []
+
+
+def test_the_page_names_every_call_that_is_replaced() -> None:
+    sources = "".join((ROOT / "ctxfix" / "native" / name).read_text() for name in ("threads.c", "fabric.c"))
+    replaced = set(re.findall(r'(?:\.symbol = |ONE\(|CALL\(\w+, )"(\w+)"', sources))
+    assert {"pthread_create", "dlsym", "cudaMemcpy", "cuCtxCreate_v2", "poll"} <= replaced
+    page = (ROOT / "docs" / "security.md").read_text()
+    assert {name for name in replaced if f"`{name.removesuffix('_v2')}`" not in page} == set()
+
+
+@pytest.mark.parametrize(
+    "arguments", [["status"], ["doctor"], ["report", "RECORDS"], ["verify", "--timeout", "5"], ["run", "true"]], ids=str
+)
+def test_nothing_remains_of_a_command(tmp_path: Path, arguments: list[str]) -> None:
+    folder = write(perfect(), tmp_path / "r")
+    places = [tmp_path / name for name in ("here", "home", "tmp")]
+    for place in places:
+        place.mkdir()
+    command = [sys.executable, "-B", "-m", "ctxfix", *(str(folder) if a == "RECORDS" else a for a in arguments)]
+    done = run(command, cwd=places[0], HOME=str(places[1]), TMPDIR=str(places[2]), PYTHONPATH=str(ROOT))
+    assert done.returncode in (0, 1, 2) and "Traceback" not in done.stderr, done.stderr
+    assert [path for place in places for path in place.rglob("*")] == []
+
+
+def test_without_its_start_files_it_waits_to_be_asked(wheel: Path, tmp_path: Path) -> None:
+    python = make_venv(tmp_path / "venv")
+    pip("--python", str(python.executable), "install", "--no-deps", "--no-index", str(wheel))
+    for name in ("ctxfix-init.pth", "ctxfix-init.start"):
+        (python.site_packages / name).unlink()
+    state = "import sys; print('ctxfix' in sys.modules)"
+    assert python(state) == "False"
+    assert python("import ctxfix; print(ctxfix.status()['active'], ctxfix.status()['started_by'])") == (
+        "True import ctxfix"
+    )
+    done = run([sys.executable, "-m", "ctxfix", "run", "--", str(python.executable), "-c", state], cwd=ROOT)
+    assert (done.stdout.strip(), done.stderr) == ("True", "")
 
 
 # ---- the folder of records -------------------------------------------------------------------------------------------
