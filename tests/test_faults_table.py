@@ -8,6 +8,8 @@ import re
 import pytest
 from environments import ROOT
 
+from ctxfix import counters
+
 TABLE = (ROOT / "docs" / "faults.md").read_text()
 NODE = re.compile(r"`(test_\w+\.py)::(test_\w+)(?:\[([\w ]+)\])?`")
 NAMED = set(NODE.findall(TABLE))
@@ -28,6 +30,12 @@ def test_every_test_that_is_named_exists() -> None:
 )
 def test_every_fault_that_is_tested_is_named(module: str) -> None:
     assert names_in(module) - {name for named, name, _ in NAMED if named == module} == set()
+
+
+def test_every_counter_of_a_fault_is_named() -> None:
+    """What ``ctxfix.stats()`` counts beside the ordinary course is a fault of somebody's."""
+    ordinary = {"posts", "rebinds", "restores", "registered_ranges", "threads_bound"}
+    assert {name for name in set(counters.NAMES) - ordinary if f"`{name}`" not in TABLE} == set()
 
 
 def test_every_row_names_a_test() -> None:

@@ -197,6 +197,16 @@ def test_vmm_memory_is_bound_by_its_device(host: Nixl, cuda: FakeCuda) -> None:
     assert host.counted_since("device_fallbacks") == 1
 
 
+def test_memory_that_can_never_take_ipc_is_told_once(host: Nixl, cuda: FakeCuda, caplog) -> None:
+    agent = host.agent()
+    agent.register_memory([(cuda.alloc(1), MIB, 1, "")], "VRAM")
+    assert host.counted_since("ranges_without_ipc") == 0
+    for _ in range(2):
+        agent.register_memory([(cuda.alloc_vmm(1), MIB, 1, "")], "VRAM")
+    assert host.counted_since("ranges_without_ipc") == 2
+    assert sum("can never take CUDA IPC" in record.message for record in caplog.records) == 1
+
+
 # ---- host memory pays nothing ----------------------------------------------------------------------------------------
 
 
