@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any
 
 from ctxfix import counters, driver, guard
@@ -117,11 +118,11 @@ def bind_new_thread(parent: int) -> None:
 
 
 def address_of(obj: Any) -> int:
-    """The first address of a tensor, a descriptor ``(address, length, …)``, or an ``int``."""
+    """The first address of a tensor, a descriptor ``(address, length, …)``, or an ``int``, also one of numpy's."""
     data_ptr = getattr(obj, "data_ptr", None)
     if data_ptr is not None:
         return int(data_ptr())
-    return int(obj) if isinstance(obj, int) else int(obj[0])
+    return int(obj) if isinstance(obj, Integral) else int(obj[0])
 
 
 def owner_at(address: int) -> Owner | None:

@@ -4,6 +4,7 @@
 import logging
 import threading
 
+import numpy as np
 import pytest
 from fake_cuda import FakeCuda
 
@@ -11,6 +12,7 @@ import ctxfix
 from ctxfix import affinity, counters, driver
 from ctxfix.driver import Owner
 from ctxfix.errors import DriverError, UnknownOwnerError
+from ctxfix.patches.host import context_of
 from ctxfix.registry import registry
 
 
@@ -154,6 +156,15 @@ def test_bound_by_tensor_descriptor_and_address(cuda: FakeCuda) -> None:
         with ctxfix.bound(obj) as context:
             assert context == cuda.current() == cuda.contexts[2]
         assert stack(cuda) == (1, cuda.contexts[0])
+
+
+def test_bound_by_numbers_of_numpy(cuda: FakeCuda) -> None:
+    """Tables of addresses are arrays in many hosts."""
+    address = cuda.alloc(2)
+    for number in (np.uint64(address), np.array([[address, 64, 2]], dtype=np.uint64)[0]):
+        with affinity.bound(number) as context:
+            assert cuda.current() == context == cuda.contexts[2]
+    assert context_of(np.uint64(address)) == context_of([np.uint64(0), np.uint64(address)]) == cuda.contexts[2]
 
 
 def test_bound_gives_back_also_after_an_exception(cuda: FakeCuda) -> None:
