@@ -195,6 +195,8 @@ def _patch(name: str, module: "ModuleType") -> "BaseException | None":
     try:
         __import__(home, fromlist=("apply",)).apply(module)
     except (Exception, SystemExit) as error:
+        if _interrupted(error):
+            raise
         return _failed(name, error)
     outcomes[name] = "patched"
     failures.pop(f"patching {name}", None)
@@ -202,9 +204,19 @@ def _patch(name: str, module: "ModuleType") -> "BaseException | None":
         # With the first host comes the hook of Python threads: before, `threading` may not even be loaded.
         __import__("ctxfix.threads", fromlist=("apply",)).apply()
     except (Exception, SystemExit) as error:
+        if _interrupted(error):
+            raise
         note_failure("hooking Python threads", error)
         return error
     return None
+
+
+def _interrupted(error: BaseException) -> bool:
+    """Whether ``error`` came from outside, and is the application's: see ``ctxfix.guard.interrupted``."""
+    try:
+        return bool(__import__("ctxfix.guard", fromlist=("interrupted",)).interrupted(error))
+    except Exception:
+        return False  # what cannot even be loaded has not been interrupted
 
 
 def _failed(name: str, error: BaseException) -> BaseException:
@@ -253,7 +265,10 @@ def installed() -> bool:
 
 
 def install() -> None:
-    """Put the finder in front and patch what is imported already, unless ctxfix is off. Never raises."""
+    """Put the finder in front and patch what is imported already, unless ctxfix is off.
+
+    Raises nothing but what a signal handler does meanwhile.
+    """
     try:
         if off_reason():
             return
@@ -266,6 +281,8 @@ def install() -> None:
         try:
             patch_present(name)
         except (Exception, SystemExit) as error:
+            if _interrupted(error):
+                raise
             _failed(name, error)
 
 

@@ -58,7 +58,7 @@ def failed(where: str, error: Exception) -> None:
     )
 
 
-def interrupted(error: Exception) -> bool:
+def interrupted(error: BaseException) -> bool:
     """Whether ``error`` came into our code from outside while it ran, and so belongs to the application.
 
     That is what a signal handler raises, and what another thread sets (PyThreadState_SetAsyncExc): typically the end of

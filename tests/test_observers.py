@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from fake_cuda import FakeCuda
 from fake_nixl import MIB, Nixl, make_module, one
 
-from ctxfix import _startup, activation, counters, settings
+from ctxfix import _startup, activation, counters, driver, settings
 from ctxfix.errors import CtxfixError, EvidenceError, PatchError
 from ctxfix.evidence import posts, recorder
 from ctxfix.patches import nixl
@@ -40,6 +41,39 @@ def test_nixls_own_error_arrives_whatever_it_was_given(observed: tuple[Any, post
     assert list(observer.problems) == [
         f"transfer: AttributeError: {type(handle).__name__!r} object has no attribute '_handle'"
     ]
+
+
+@pytest.mark.parametrize("method", ["posted", "polled", "agent", "current"])
+@pytest.mark.parametrize("error", [TimeoutError, RuntimeError], ids=lambda error: error.__name__)
+def test_what_a_signal_handler_raises_within_an_observer_arrives(
+    observed: tuple[Any, posts.Observer],
+    cuda: FakeCuda,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    error: type[Exception],
+) -> None:
+    module, observer = observed
+    raised = error("the time is up")
+
+    def handler(*_: object) -> None:
+        raise raised
+
+    def transfer() -> None:
+        agent = module.nixl_agent("me")
+        handle = agent.initialize_xfer("WRITE", one(cuda.alloc(1)), None, "you")
+        agent.transfer(handle)
+        agent.check_xfer_state(handle)
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    where = driver if method == "current" else observer
+    monkeypatch.setattr(where, method, lambda *_: signal.raise_signal(signal.SIGUSR1))
+    try:
+        with pytest.raises(error) as caught:
+            transfer()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        monkeypatch.undo()
+    assert caught.value is raised and observer.problems == {}
 
 
 def test_nothing_is_kept_of_handles_that_are_gone(observed: tuple[Any, posts.Observer], cuda: FakeCuda) -> None:

@@ -8,6 +8,7 @@ import copy
 import importlib
 import importlib.util
 import logging
+import signal
 import subprocess
 import sys
 import threading
@@ -399,6 +400,38 @@ def test_deactivate_tells_who_wrapped_on_top(patch: Patch, package: Write, monke
     with pytest.raises(PatchError, match="Agent.post was wrapped after ctxfix"):
         ctxfix.deactivate()
     assert removed, "one patch that stays must not keep the others on"
+
+
+@pytest.mark.parametrize("error", [SystemExit, TimeoutError, RuntimeError], ids=lambda error: error.__name__)
+@pytest.mark.parametrize("when", ["import", "install", "threads"])
+def test_what_a_signal_handler_raises_while_a_host_is_patched(
+    patch: Patch, package: Write, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], when: str
+) -> None:
+    """As SIGTERM's that ends the program, or a time limit's."""
+    raised = error("now")
+
+    def handler(*_: object) -> None:
+        raise raised
+
+    def interrupt(*_: object) -> None:
+        signal.raise_signal(signal.SIGUSR1)
+
+    package(HOST, "")
+    if when == "install":
+        monkeypatch.setenv("CTXFIX_DISABLE", "1")
+        importlib.import_module(HOST)
+        monkeypatch.delenv("CTXFIX_DISABLE")
+    if when == "threads":
+        sys.modules["ctxfix.threads"].apply = interrupt  # type: ignore[method-assign]
+    else:
+        patch.apply = interrupt  # type: ignore[method-assign]
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with pytest.raises(error) as caught:
+            _startup.install() if when == "install" else importlib.import_module(HOST)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert caught.value is raised and _startup.failures == {}
 
 
 def test_a_target_that_another_thread_imports_in_vain(patch: Patch, package: Write) -> None:

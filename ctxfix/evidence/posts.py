@@ -18,7 +18,7 @@ from contextlib import suppress
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from ctxfix import affinity, driver
+from ctxfix import affinity, driver, guard
 from ctxfix.errors import PatchError
 from ctxfix.methods import unbound
 from ctxfix.patches import descriptors
@@ -295,7 +295,9 @@ def _after(original: Method, note: Callable[..., Any], observer: Observer) -> Me
         result = original(*args, **kwargs)
         try:
             note(result, *args, **kwargs)
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
+            if guard.interrupted(error):
+                raise
             observer.problem(original.__name__, error)
         return result
 
@@ -350,7 +352,9 @@ def _methods(observer: Observer) -> dict[str, Callable[[Method], Method]]:
                 raise
             try:
                 observer.posted(handle._handle, str(state), context, started)
-            except Exception as error:  # noqa: BLE001
+            except Exception as error:
+                if guard.interrupted(error):
+                    raise
                 observer.problem("transfer", error)
             return state
 
@@ -375,7 +379,9 @@ def _methods(observer: Observer) -> dict[str, Callable[[Method], Method]]:
 def _current() -> int:
     try:
         return driver.current()
-    except Exception:  # noqa: BLE001 - the driver did not say
+    except Exception as error:  # the driver did not say
+        if guard.interrupted(error):
+            raise
         return 0
 
 
