@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -42,6 +43,15 @@ def test_exit_codes(good: Path, bad: Path, tmp_path: Path, capsys: pytest.Captur
     assert cli.main(["report", str(tmp_path / "nowhere")]) == 2
     assert "No such file" in capsys.readouterr().err
     assert cli.main(["report", str(good), "--html", str(tmp_path / "no" / "page.html")]) == 2
+
+
+@pytest.mark.timeout(20)
+def test_logs_that_may_never_end_are_refused(good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for log in ("/dev/zero", str(pipe), str(tmp_path)):
+        assert cli.main(["report", str(good), "--log", log]) == 2
+        assert capsys.readouterr().err == f"ctxfix report: {log} is no regular file: save the log as one\n"
 
 
 def test_json(bad: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

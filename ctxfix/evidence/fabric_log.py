@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from ctxfix.errors import EvidenceError
 
 #: What a line means -> how it reads. The words are those of the sources; addresses and numbers around them vary.
 _LIBFABRIC: dict[str, re.Pattern[str]] = {
@@ -153,6 +156,12 @@ def _messages(line: bytes | str) -> Iterator[tuple[int | None, str, str]]:
 
 
 def parse_file(path: str) -> dict[int | None, Said]:
-    """:func:`parse` for a file, of any size."""
+    """:func:`parse` for a file, of any size.
+
+    Raises:
+        EvidenceError: it is no regular file; a device or a pipe may never end.
+    """
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise EvidenceError(f"{path} is no regular file: save the log as one")
     with open(path, "rb") as file:
         return parse(iter(lambda: file.readline(_LONGEST_LINE), b""))

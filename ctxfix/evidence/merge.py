@@ -102,7 +102,7 @@ def read(folder: str, logs: list[str] | None = None) -> Run:
     """Read every record in ``folder``, and the saved ``logs`` (all files NAME.log in it if None is given).
 
     Raises:
-        EvidenceError: the folder cannot be read, or holds no record.
+        EvidenceError: the folder cannot be read or holds no record, or a log is no regular file.
     """
     files, problems = records.read_folder(folder)
     if not files:
