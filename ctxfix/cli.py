@@ -230,7 +230,7 @@ def _declare_report(commands: "Commands") -> None:
         description="Exit code: 0 every rank is proven, 1 a rank is not, 2 nothing could be judged.",
     )
     parser.add_argument("folder", metavar="DIR", help="the folder of records; sub-folders, one a host, are read too")
-    parser.add_argument("--ranks", type=int, metavar="N", help="how many ranks there must be (default: what they say)")
+    parser.add_argument("--ranks", type=int, metavar="N", help="how many ranks must post (default: what they say)")
     parser.add_argument("--log", action="append", metavar="FILE", help="a saved log of libfabric's, also several")
     parser.add_argument("--unchecked", action="store_true", help="do not ask that the bytes were compared")
     _declare_outputs(parser)

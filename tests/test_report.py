@@ -45,6 +45,28 @@ def test_exit_codes(good: Path, bad: Path, tmp_path: Path, capsys: pytest.Captur
     assert cli.main(["report", str(good), "--html", str(tmp_path / "no" / "page.html")]) == 2
 
 
+@pytest.mark.parametrize("ranks", ["0", "-1"])
+def test_no_ranks_at_all_are_refused(good: Path, capsys: pytest.CaptureFixture[str], ranks: str) -> None:
+    assert cli.main(["report", str(good), "--ranks", ranks]) == 2
+    assert capsys.readouterr().err == f"ctxfix report: {ranks} ranks were asked for: at least one must be there\n"
+
+
+def test_fewer_ranks_than_the_records_speak_of_are_told(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", str(good), "--ranks", "1"]) == 0
+    assert "! the processes of prefill speak of 2 ranks, asked for: 1" in capsys.readouterr().out
+
+
+@pytest.mark.timeout(20)
+def test_a_billion_ranks_are_told_in_one_row(good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, suite = tmp_path / "page.html", tmp_path / "v.xml"
+    arguments = ["report", str(good), "--ranks", "1000000000", "--html", str(page), "--junit", str(suite)]
+    assert cli.main(arguments) == 1
+    told = capsys.readouterr().out
+    assert "ranks 2 to 999999999 of 1000000000: there is no record of it" in told
+    assert "1 of 3 directions are not proven" in told
+    assert "prefill ranks 2 to 999999999" in page.read_text() and "prefill ranks 2 to 999999999" in suite.read_text()
+
+
 @pytest.mark.timeout(20)
 def test_logs_that_may_never_end_are_refused(good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pipe = tmp_path / "pipe"

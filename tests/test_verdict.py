@@ -11,6 +11,7 @@ from evidence_of import BYTES, DESCRIPTORS, POSTS, calls, perfect, run_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ctxfix.errors import EvidenceError
 from ctxfix.evidence import fabric_log, merge
 from ctxfix.verify.verdict import Path, judge
 
@@ -422,3 +423,52 @@ def test_a_stray_context_is_named_with_its_memory() -> None:
     assert (row.path, row.stray) == (Path.CUDA_IPC, [0])
     assert "524 MiB of GPU-a" in row.notes[0]
     assert "A context is on a GPU" in row.advice[0]
+
+
+# ---- how many ranks --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [0, -1])
+def test_no_ranks_at_all_are_refused(ranks: int) -> None:
+    """It would switch off the check that all ranks are there."""
+    with pytest.raises(EvidenceError, match=f"^{ranks} ranks were asked for: at least one"):
+        judge(run_of(perfect()), ranks=ranks)
+
+
+def test_more_ranks_than_were_asked_for_need_a_record() -> None:
+    files = perfect(4)
+    for name in ("prefill2", "prefill3"):
+        del files[name]
+    judgement = judge(run_of(files), ranks=2)
+    assert judgement.code == 1
+    (row,) = (row for row in judgement.rows if not row.good)
+    assert (row.name, row.reasons) == ("prefill ranks 2 to 3 → rank ?", ["ranks 2 to 3 of 4: there is no record of it"])
+    assert judgement.problems == ["the processes of prefill speak of 4 ranks, asked for: 2"]
+
+
+def test_more_ranks_than_were_asked_for_may_only_receive() -> None:
+    """Ranks 0 and 1 send to ranks 2 and 3 of one launcher."""
+    files = perfect()
+    for rank in (0, 1):
+        counts(files, f"prefill{rank}")["identity"] |= {"role": "", "world": 4}
+        counts(files, f"decode{rank}")["identity"] |= {"role": "", "world": 4, "rank": 2 + rank}
+    judgement = judge(run_of(files), ranks=2)
+    assert (judgement.code, judgement.problems) == (0, ["the processes speak of 4 ranks, asked for: 2"])
+    assert [row.reasons for row in judge(run_of(files)).rows if not row.good] == [
+        [f"rank {rank} of 4: it posted no transfer"] for rank in (2, 3)
+    ]
+
+
+def test_missing_ranks_share_a_row() -> None:
+    files = perfect(5)
+    for rank in (1, 2):
+        del files[f"prefill{rank}"]
+    counts(files, "prefill3")["posts"] = []
+    judgement = judge(run_of(files), ranks=10**9)
+    assert [row.name.partition(" →")[0] for row in judgement.rows] == [
+        "prefill rank 0", "prefill ranks 1 to 2", "prefill rank 3", "prefill rank 4", "prefill ranks 5 to 999999999",
+    ]  # fmt: skip
+    assert judgement.rows[4].reasons == ["ranks 5 to 999999999 of 1000000000: there is no record of it"]
+    for name in files:
+        counts(files, name)["identity"]["world"] = 2**63
+    assert judge(run_of(files)).rows[-1].last_rank == 2**63 - 1

@@ -50,11 +50,12 @@ class Recording:
         """The verdict up to now. Children must have ended, or be silent for a second.
 
         Args:
-            ranks: how many ranks there must be; None: as many as the processes say.
+            ranks: how many ranks must have posted; None: as many as the processes say. If these speak of more, the
+                others must have left a record.
             compared: whether bytes must have been compared through :meth:`compared`, too.
 
         Raises:
-            EvidenceError: nothing was recorded.
+            EvidenceError: nothing was recorded, or ``ranks`` is less than 1.
         """
         return judge(self.run(), ranks, compared)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from ctxfix.errors import EvidenceError
 from ctxfix.evidence import efa, fabric_log
 from ctxfix.evidence.fabric_calls import Calls
 from ctxfix.evidence.merge import Check, Posted, Process, Run
@@ -91,6 +92,8 @@ class Row:
     notes: list[str] = field(default_factory=list)
     #: What the second witness, the GPU itself, has to say; empty if nobody asked.
     witness: str = ""
+    #: The last of several ranks that share this row, from ``rank`` on: those that left no record.
+    last_rank: int | None = None
 
     @property
     def good(self) -> bool:
@@ -100,14 +103,14 @@ class Row:
     @property
     def name(self) -> str:
         """As it is called in tables."""
-        return f"{_called(self.role, self.rank)} → {_called(self.peer_role, self.peer_rank)}"
+        return f"{_called(self.role, self.rank, self.last_rank)} → {_called(self.peer_role, self.peer_rank)}"
 
 
 @dataclass
 class Judgement:
     """The verdict on a run."""
 
-    #: One for each direction of each rank, and for each rank that should be there and is not.
+    #: One for each direction of each rank, and for each rank, or range of ranks, that should be there and is not.
     rows: list[Row]
     #: What is wrong with the records as a whole.
     problems: list[str]
@@ -146,9 +149,14 @@ def judge(run: Run, ranks: int | None = None, compared: bool = True) -> Judgemen
 
     Args:
         run: the evidence.
-        ranks: how many ranks there must be; None: as many as the processes say (their world size).
+        ranks: how many ranks must have posted; None: as many as the processes say (their world size).
         compared: whether CUDA_IPC and NIC need the bytes to have been compared by the application.
+
+    Raises:
+        EvidenceError: ``ranks`` is less than 1.
     """
+    if ranks is not None and ranks < 1:
+        raise EvidenceError(f"{ranks} ranks were asked for: at least one must be there")
     problems = list(run.problems)
     for process in run.processes:
         _credit_ended(process)
@@ -162,7 +170,7 @@ def judge(run: Run, ranks: int | None = None, compared: bool = True) -> Judgemen
     rows = [_row(direction, related, compared) for direction in directions]
     _claimed_twice(rows, directions)
     unranked = _unranked(rows, directions, ranks)
-    rows += _missing(rows, run, ranks, unranked)
+    rows += _missing(rows, run, ranks, unranked, problems)
     _rank_zero_alone(rows)
     for row in rows:
         row.advice = advice(row)
@@ -217,26 +225,42 @@ def _claimed_twice(rows: list[Row], directions: list[_Direction]) -> None:
             _doubt(row, f"rank {row.rank} is claimed by {len(files)} processes ({', '.join(sorted(files))}): two runs?")
 
 
-def _missing(rows: list[Row], run: Run, ranks: int | None, unranked: set[str]) -> list[Row]:
-    """A row for each rank that must be there and posted nothing; not in roles of which a process may be any rank."""
+def _missing(rows: list[Row], run: Run, ranks: int | None, unranked: set[str], problems: list[str]) -> list[Row]:
+    """A row for each rank that must be there and posted nothing, and one for all in a row of whom there is no record.
+
+    ``ranks`` must have posted; if the processes speak of more, these must have left a record. Not in roles of which a
+    process may be any rank.
+    """
     result = []
-    roles = {row.role for row in rows}
     # In a run whose roles all post (both directions), each role must have all its ranks.
-    for role in sorted(roles - unranked):
+    for role in sorted({row.role for row in rows}):
         seen = {row.rank for row in rows if row.role == role and row.rank is not None}
         worlds = {p.identity.world for p in run.processes if p.identity.role == role and p.identity.world}
-        number = ranks if ranks is not None else max(worlds, default=max(seen, default=-1) + 1)
-        for rank in range(number):
-            if rank not in seen:
-                there = any(p.identity.rank == rank and p.identity.role == role for p in run.processes)
-                why = "it posted no transfer" if there else "there is no record of it"
-                row = Row(role, rank, "expected", "", None, "", Path.UNPROVEN, [f"rank {rank} of {number}: {why}"])
-                result.append(row)
+        world = max(worlds, default=max(seen, default=-1) + 1)
+        posting = world if ranks is None else ranks
+        if world > posting:
+            problems.append(f"the processes{f' of {role}' * bool(role)} speak of {world} ranks, asked for: {posting}")
+        if role in unranked:
+            continue
+        number = max({posting, *worlds})
+        there = {p.identity.rank for p in run.processes if p.identity.role == role and p.identity.rank is not None}
+        silent = [rank for rank in there - seen if rank < posting]
+        result += [_expected(role, rank, rank, f"rank {rank} of {number}: it posted no transfer") for rank in silent]
+        known = sorted(rank for rank in there if rank < number)
+        for before, after in zip([-1, *known], [*known, number], strict=True):
+            first, last = before + 1, after - 1
+            if first <= last:
+                why = f"{_numbered(first, last)} of {number}: there is no record of it"
+                result.append(_expected(role, first, last, why))
         if len(worlds) > 1:
             for row in rows:
                 if row.role == role:
                     _doubt(row, f"the processes disagree about the number of ranks: {sorted(worlds)}")
     return result
+
+
+def _expected(role: str, first: int, last: int, why: str) -> Row:
+    return Row(role, first, "expected", "", None, "", Path.UNPROVEN, [why], last_rank=last if last > first else None)
 
 
 def _unranked(rows: list[Row], directions: list[_Direction], ranks: int | None) -> set[str]:
@@ -711,6 +735,11 @@ def as_json(judgement: Judgement) -> dict[str, Any]:
     }
 
 
-def _called(role: str, rank: int | None) -> str:
-    number = "rank ?" if rank is None else f"rank {rank}"
-    return f"{role} {number}".strip()
+def _called(role: str, rank: int | None, last: int | None = None) -> str:
+    return f"{role} {_numbered(rank, last)}".strip()
+
+
+def _numbered(rank: int | None, last: int | None = None) -> str:
+    if rank is None:
+        return "rank ?"
+    return f"rank {rank}" if last is None or last == rank else f"ranks {rank} to {last}"
