@@ -8,6 +8,8 @@
         ...
         ctxfix_recorder.assert_no_stray_contexts()
 
+Each test has records of its own. What a session-scoped fixture starts goes on writing into those of the first test.
+
 pytest loads it in every run of the environment: nothing but pytest is imported until a test asks for it.
 """
 
@@ -54,7 +56,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
         "cuda_ipc(ranks=None, compared=False): the test passes only if all transfers of all ranks are proven to go by "
-        "CUDA IPC (ctxfix); compared: the bytes must have been compared through ctxfix_recorder.compared, too",
+        "CUDA IPC (ctxfix); ranks: how many must have posted; compared: the bytes must have been compared through "
+        "ctxfix_recorder.compared, too",
     )
 
 
@@ -65,13 +68,36 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     return f"ctxfix: {', '.join(f'{name}={value}' for name, value in told.items())}" if told else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Refuse a marker that makes no sense before any test runs, with a GPU or without."""
+    if not hasattr(session.config, "workerinput"):  # a worker of xdist would die of it, wordless: there its test errs
+        for item in session.items:
+            _asked(item)
+
+
+def pytest_runtest_setup(item: Any) -> None:
     """A test with the marker uses the fixture, without naming it."""
-    for item in items:
-        if item.get_closest_marker("cuda_ipc") is not None:
-            names = getattr(item, "fixturenames", None)
-            if names is not None and "ctxfix_recorder" not in names:
-                names.insert(0, "ctxfix_recorder")
+    names = getattr(item, "fixturenames", None)  # a list that all parameters of a function share
+    if _asked(item) and names is not None and "ctxfix_recorder" not in names:
+        item.fixturenames = ["ctxfix_recorder", *names]
+
+
+def cuda_ipc(ranks: int | None = None, compared: bool = False) -> dict[str, Any]:
+    """The marker's signature; TypeError says what is wrong with a use of it."""
+    if ranks is not None and (type(ranks) is not int or ranks < 1):
+        raise TypeError(f"ranks={ranks!r} is no number of ranks: 1 or more")
+    if type(compared) is not bool:
+        raise TypeError(f"compared={compared!r} is neither True nor False")
+    return {"ranks": ranks, "compared": compared}
+
+
+def _asked(item: pytest.Item) -> dict[str, Any]:
+    """What the marker of a test asks for; empty if it has none. Raises UsageError if that makes no sense."""
+    marker = item.get_closest_marker("cuda_ipc")
+    try:
+        return cuda_ipc(*marker.args, **marker.kwargs) if marker is not None else {}
+    except TypeError as error:
+        raise pytest.UsageError(f"{item.nodeid}: @pytest.mark.cuda_ipc: {error}") from None
 
 
 def _no_gpu() -> str:
@@ -85,7 +111,8 @@ def _no_gpu() -> str:
 def ctxfix_recorder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recording]:
     """Record every NIXL transfer of the test, in this process and in those it starts; assert which path they took.
 
-    Skips where there is no GPU, unless ``--ctxfix-require-gpu`` is given.
+    Skips where there is no GPU, unless ``--ctxfix-require-gpu`` is given. What a fixture of wider scope starts is
+    recorded for the first test only: start it in the test, or in a fixture of function scope that uses this one.
     """
     config = request.config
     missing = _no_gpu()
@@ -106,7 +133,7 @@ def ctxfix_recorder(request: pytest.FixtureRequest, tmp_path_factory: pytest.Tem
             recording = Recording(folder, recorded)
             request.node.stash[_RECORDING] = recording
             yield recording
-            rows = recording.rows(_marked(request.node).get("ranks"))
+            rows = recording.rows(_asked(request.node).get("ranks"))
             if rows:
                 request.node.user_properties.append((_PROPERTY, rows))
             del request.node.stash[_RECORDING]
@@ -129,27 +156,26 @@ def _folder(config: pytest.Config, node: pytest.Item, factory: pytest.TempPathFa
     raise pytest.UsageError(f"{parent} holds a thousand records of {name}: give --ctxfix-record another folder")
 
 
-def _marked(node: pytest.Item) -> dict[str, Any]:
-    marker = node.get_closest_marker("cuda_ipc")
-    if marker is None:
-        return {}
-    return {**({"ranks": marker.args[0]} if marker.args else {}), **marker.kwargs}
+@pytest.hookimpl(hookwrapper=True, trylast=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """After a marked test, of whatever kind, has passed: fail it if a path is not proven.
 
-
-@pytest.hookimpl(hookwrapper=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
-    """After a marked test has passed: fail it if a path is not proven."""
+    A unittest.TestCase that failed or skipped has not raised by now; what it says wins over what is said here.
+    """
     outcome: Any = yield
-    if pyfuncitem.get_closest_marker("cuda_ipc") is None or outcome.excinfo is not None:
+    if item.get_closest_marker("cuda_ipc") is None or outcome.excinfo is not None:
         return
-    recording = pyfuncitem.stash.get(_RECORDING, None)
-    if recording is None:
-        return
+    recording = item.stash.get(_RECORDING, None)
     from ctxfix.errors import CtxfixError
 
     try:
-        recording.assert_cuda_ipc(**_marked(pyfuncitem))
-    except (AssertionError, CtxfixError) as error:
+        if recording is None:
+            raise AssertionError(
+                "nothing was recorded, so nothing is proven: the marker cuda_ipc came when the test was being set up, "
+                "or this is a test without fixtures. Mark the function or its class, or use the fixture ctxfix_recorder"
+            )
+        recording.assert_cuda_ipc(**_asked(item))
+    except (AssertionError, CtxfixError, pytest.UsageError) as error:
         # Without a traceback of ours: the message says it all.
         outcome.force_exception(pytest.fail.Exception(str(error), pytrace=False))
 
