@@ -220,3 +220,22 @@ def test_pictures_are_those_of_the_script() -> None:
     for name, draw in drawn.items():
         assert (DOCS / "pictures" / name).read_text() == draw(), "run python docs/pictures/draw.py"
         assert f"pictures/{name})" in read("how-it-works.md")
+
+
+# ---- commands to paste -----------------------------------------------------------------------------------------------
+
+PASTED = [*PAGES, ROOT / "integration" / "sglang" / "launch.sh"]
+
+
+@pytest.mark.parametrize("page", PASTED, ids=name_of)
+def test_folders_of_records_do_not_depend_on_where_the_program_goes(page: Path) -> None:
+    """A relative one is taken from where it imports NIXL, which may be after os.chdir."""
+    folders = re.findall(r"\bCTXFIX_RECORD=([^\s`]+)", page.read_text())
+    assert [folder for folder in folders if folder != "DIR" and not folder.startswith(("/", "$PWD/"))] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_folders_that_rsync_copies_into_are_made(page: Path) -> None:
+    """It makes the last folder of a path, and no other."""
+    copies = [line.strip() for line in page.read_text().splitlines() if re.search(r"\brsync .* all/", line)]
+    assert [line for line in copies if not line.startswith("mkdir -p all && rsync")] == []

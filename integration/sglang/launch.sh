@@ -5,7 +5,7 @@
 #
 #   CTXFIX_DISABLE=1 ./launch.sh                                  as shipped
 #   CTXFIX_DISABLE=1 FI_EFA_ENABLE_SHM_TRANSFER=0 ./launch.sh     libfabric's shm off: through the EFA device
-#   CTXFIX_RECORD=records ./launch.sh                             with ctxfix (pip install ctxfix); evidence in records/
+#   CTXFIX_RECORD=$PWD/records ./launch.sh                        with ctxfix (pip install ctxfix); evidence in records/
 #
 # OUT names the folder of the logs, MODEL_PATH the model, PYTHON an interpreter that has SGLang, NIXL and the router.
 set -euo pipefail
