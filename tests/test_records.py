@@ -139,6 +139,14 @@ def test_no_folder_and_no_record(tmp_path: Path) -> None:
         merge.read(str(tmp_path / "nowhere"))
 
 
+def test_a_folder_without_records_is_named_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To paste: a relative CTXFIX_RECORD is taken from where the program imports NIXL."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(EvidenceError, match=f"CTXFIX_RECORD={tmp_path}/empty, "):
+        merge.read("empty")
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_no_permission(tmp_path: Path) -> None:
     folder = write(perfect(), tmp_path / "r")

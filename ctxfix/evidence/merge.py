@@ -108,7 +108,7 @@ def read(folder: str, logs: list[str] | None = None) -> Run:
     if not files:
         raise EvidenceError(
             f"{folder} holds no record of ctxfix (files NAME{records.SUFFIX}). Run the program with "
-            f"CTXFIX_RECORD={folder}, or under: ctxfix run --record DIR -- CMD"
+            f"CTXFIX_RECORD={os.path.abspath(folder)}, or under: ctxfix run --record DIR -- CMD"
             + "".join(f"\n{problem}" for problem in problems)
         )
     run = Run([process_of(file) for file in files], problems)
