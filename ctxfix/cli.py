@@ -21,12 +21,45 @@ if TYPE_CHECKING:
 EXIT_COULD_NOT_RUN = 2
 EXIT_NOT_EXECUTABLE = 126
 EXIT_NOT_FOUND = 127
-EXIT_BROKEN_PIPE = 141  # as a shell tells a SIGPIPE
+EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 130, 141  # as a shell tells SIGINT and SIGPIPE
 BOOTSTRAP = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_bootstrap")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line (``sys.argv`` by default) and return its exit code."""
+    # A stream that is closed (`>&-`) is None to Python. CMD of `ctxfix run` finds it closed as ever: what Python opens
+    # does not outlive an exec.
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
+    try:
+        try:
+            return _carry_out(arguments)
+        finally:
+            sys.stdout.flush()  # also after --help, which exits
+    except ModuleNotFoundError as error:
+        return _stop(f"ctxfix: {error.name} is not installed here; install it for {sys.executable}", EXIT_COULD_NOT_RUN)
+    except BrokenPipeError:  # whoever read us has enough
+        return _stop("", EXIT_BROKEN_PIPE)
+    except OSError as error:  # a full disk, say
+        return _stop(f"ctxfix: {error}", EXIT_COULD_NOT_RUN)
+    except KeyboardInterrupt:
+        return _stop("ctxfix: interrupted", EXIT_INTERRUPTED)
+
+
+def _stop(message: str, code: int) -> int:
+    """Say why the command ends; ``code``."""
+    for stream in (sys.stderr, sys.stdout):
+        try:
+            if message and stream is sys.stderr:
+                print(message, file=stream)
+            stream.flush()
+        except OSError:  # so that nothing complains at exit, which would change the code, too
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    return code
+
+
+def _carry_out(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(
         prog="ctxfix",
         description="Every thread that touches a GPU transfer runs in the context of the memory it touches.",
@@ -39,16 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a sign shows a question mark
-    try:
-        code: int = options.carry_out(options)
-        if sys.stdout is not None:
-            sys.stdout.flush()
-    except BrokenPipeError:  # whoever read us has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that nothing complains at exit
-        return EXIT_BROKEN_PIPE
-    except ModuleNotFoundError as error:
-        sys.stderr.write(f"ctxfix: {error.name} is not installed here; install it for {sys.executable}\n")
-        return EXIT_COULD_NOT_RUN
+    code: int = options.carry_out(options)
     return code
 
 
@@ -71,9 +95,10 @@ def _status(options: argparse.Namespace) -> int:
 
 def _print_status(report: dict[str, Any]) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from ctxfix.console import console
 
     table = Table(box=box.SIMPLE, show_header=False, title=f"ctxfix {report['version']}", title_justify="left")
     table.add_column(no_wrap=True)
@@ -127,7 +152,7 @@ def _print_status(report: dict[str, Any]) -> None:
     for where, failure in report["failures"].items():
         row("failure", "failed", f"{where}: {failure}")
     # Rich takes anything but a terminal to be 80 columns wide, and would fold paths in a log.
-    Console(width=None if sys.stdout.isatty() else 500).print(table)
+    console(500).print(table)
 
 
 def _declare_run(commands: "Commands") -> None:
@@ -260,14 +285,13 @@ def _report(options: argparse.Namespace) -> int:
 
 def show(options: argparse.Namespace, judgement: "Judgement", title: str) -> None:
     """Show a judgement in every form that was asked for."""
-    from rich.console import Console
-
+    from ctxfix.console import console
     from ctxfix.verify import report
 
     if options.json == "-":
         print(report.as_text(judgement), end="")
     else:
-        Console(width=None if sys.stdout.isatty() else 160).print(report.table(judgement, title))
+        console(160).print(report.table(judgement, title))
     if options.json and options.json != "-":
         report.write(options.json, report.as_text(judgement))
     if options.html:

@@ -12,7 +12,8 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from environments import Interpreter, run
+from environments import Interpreter, clean_environment, run
+from evidence_of import perfect, write
 
 import ctxfix
 from ctxfix import _startup, cli
@@ -21,6 +22,12 @@ pytestmark = pytest.mark.usefixtures("startup_state")
 
 WHO = "import sys; m = sys.modules.get('ctxfix._startup'); print(m.started_by if m and m.installed() else None)"
 CTXFIX = [sys.executable, "-m", "ctxfix"]
+
+
+@pytest.fixture(autouse=True)
+def no_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pytest-xdist sets it in its workers."""
+    monkeypatch.delenv("COLUMNS", raising=False)
 
 
 def ctxfix_run(*arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -269,6 +276,44 @@ def test_status_says_whether_a_free_threaded_python_has_its_lock(
 def shown(capsys: pytest.CaptureFixture[str]) -> str:
     assert cli.main(["status"]) == 0
     return capsys.readouterr().out
+
+
+# ---- output that goes nowhere ----------------------------------------------------------------------------------------
+
+OUTPUTS = (["status"], ["status", "--json"], ["doctor"], ["doctor", "--json"], ["--help"], ["report", "records"],
+           ["report", "records", "--json", "-"])  # fmt: skip
+
+
+def redirected(arguments: list[str], to: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """``ctxfix`` with an output that the shell redirects, in a folder with records that are proven."""
+    write(perfect(), cwd / "records")
+    return run(["/bin/sh", "-c", f'"$@" {to}', "sh", *CTXFIX, *arguments], cwd=cwd)
+
+
+@pytest.mark.parametrize("arguments", OUTPUTS, ids=" ".join)
+def test_output_that_nobody_reads_is_told_as_a_shell_tells_it(arguments: list[str], tmp_path: Path) -> None:
+    write(perfect(), tmp_path / "records")
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [*CTXFIX, *arguments], stdout=writer, stderr=subprocess.PIPE, cwd=tmp_path, env=clean_environment(), timeout=60
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize("arguments", OUTPUTS, ids=" ".join)
+def test_output_onto_a_full_disk_is_one_line(arguments: list[str], tmp_path: Path) -> None:
+    done = redirected(arguments, ">/dev/full", tmp_path)
+    assert (done.returncode, done.stderr) == (2, "ctxfix: [Errno 28] No space left on device\n")
+    assert redirected(arguments, ">/dev/full 2>&1", tmp_path).returncode == 2
+
+
+@pytest.mark.parametrize("arguments", OUTPUTS, ids=" ".join)
+def test_closed_output_changes_no_exit_code(arguments: list[str], tmp_path: Path) -> None:
+    done = redirected(arguments, ">&-", tmp_path)
+    assert (done.returncode, done.stderr) == (redirected(arguments, ">/dev/null", tmp_path).returncode, "")
+    assert redirected(arguments, ">&- 2>&- <&-", tmp_path).returncode == done.returncode
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

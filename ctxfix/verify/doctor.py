@@ -12,7 +12,6 @@ import importlib
 import json
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
@@ -520,9 +519,10 @@ def main(as_json: bool) -> int:
 
 def _print(findings: list[Finding]) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from ctxfix.console import console
 
     styles = {OK: "green", NOTE: "cyan", BAD: "red", UNKNOWN: "yellow"}
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -534,4 +534,4 @@ def _print(findings: list[Finding]) -> None:
         if finding.cure:
             why.append(f"{' ' if finding.why else ''}⇒ {finding.cure}", "bold")
         table.add_row(Text(finding.state, styles[finding.state]), Text(finding.check), Text(finding.what), why)
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    console(160).print(table)

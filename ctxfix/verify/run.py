@@ -237,15 +237,15 @@ Times = dict[tuple[str, str], list[float]]
 
 def run_once(plan: Plan, folder: str, disabled: bool, quiet: bool, times: Times) -> list[str]:
     """Run the whole workload, all ranks at once, and fill ``times``; what went wrong."""
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from ctxfix.console import Console
 
     forms = shapes.all_of(plan.size, plan.tokens)
     total = 2 * plan.repeat * len(forms)
     problems: dict[str, list[int]] = {}  # what went wrong -> on which ranks
-    console = Console(file=sys.stderr, quiet=quiet)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=Console(file=sys.stderr, quiet=quiet), transient=True) as progress:
         threads = []
         for rank in plan.ranks:
             task = progress.add_task(f"{'without' if disabled else 'with'} ctxfix, rank {rank}", total=total)
@@ -443,20 +443,19 @@ def environment(environ: Any, folder: str, disabled: bool, loopback: str | None)
 
 
 def _print(judgement: Judgement, title: str) -> None:
-    from rich.console import Console
-
+    from ctxfix.console import console
     from ctxfix.verify import report
 
-    Console(width=None if sys.stdout.isatty() else 160).print(report.table(judgement, title))
+    console(160).print(report.table(judgement, title))
 
 
 def _print_comparison(without: Judgement, with_ctxfix: Judgement) -> None:
     """The best time of each direction and shape, without and with."""
     from rich import box
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    from ctxfix.console import console
     from ctxfix.verify.report import size
 
     table = Table(box=box.SIMPLE_HEAD, title="what ctxfix changes (best times)", title_justify="left", pad_edge=False)
@@ -482,4 +481,4 @@ def _print_comparison(without: Judgement, with_ctxfix: Judgement) -> None:
             f"{old / new:.1f}×" if old is not None and new else "–",
         )
         last = name
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    console(160).print(table)
