@@ -2,6 +2,7 @@
 """The ``ctxfix`` command. Each subcommand is one function that declares it and one that carries it out."""
 
 import argparse
+import contextlib
 import io
 import os
 import sys
@@ -163,7 +164,7 @@ def _declare_run(commands: "Commands") -> None:
         description="Run a command with ctxfix active in every Python it starts, also of other environments. "
         "Interpreters that ignore PYTHONPATH (-I, -E, -S) are not reached.",
     )
-    parser.add_argument("--record", metavar="DIR", help="write what is observed into DIR (CTXFIX_RECORD)")
+    parser.add_argument("--record", type=_folder, metavar="DIR", help="write what is observed into DIR (CTXFIX_RECORD)")
     parser.add_argument("--strict", action="store_true", help="raise failures of ctxfix itself (CTXFIX_STRICT)")
     parser.add_argument("cmd", nargs=argparse.REMAINDER, metavar="CMD", help="the command and its arguments")
     parser.set_defaults(carry_out=_run, parser=parser)
@@ -179,10 +180,10 @@ def _run(options: argparse.Namespace) -> int:
         return EXIT_COULD_NOT_RUN
     environment = run_environment(os.environ, options.record, options.strict)
     off = _startup.off_reason()
-    if off:
-        print(f"ctxfix run: {off}: the command runs without ctxfix", file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # an output that nobody takes is for the command to find
+        if off:
+            print(f"ctxfix run: {off}: the command runs without ctxfix", file=sys.stderr)
+        sys.stdout.flush()
     try:
         os.execvpe(command[0], command, environment)
     except (FileNotFoundError, NotADirectoryError):
@@ -195,6 +196,16 @@ def _run(options: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         print(f"ctxfix run: {command[0]}: cannot be run: {error}", file=sys.stderr)
         return EXIT_NOT_EXECUTABLE
+
+
+def _folder(name: str) -> str:
+    """The folder that an option names, by its whole path: the command may go elsewhere."""
+    if not name:
+        raise argparse.ArgumentTypeError("the name of the folder is empty")
+    try:
+        return os.path.abspath(name)
+    except FileNotFoundError:
+        raise argparse.ArgumentTypeError(f"{name}: the current folder is no longer there") from None
 
 
 def _declare_doctor(commands: "Commands") -> None:
@@ -236,7 +247,9 @@ def _declare_verify(commands: "Commands") -> None:
     parser.add_argument(
         "--without-cupti", action="store_true", help="do not ask the GPU for its own account, which costs a little time"
     )
-    parser.add_argument("--record", metavar="DIR", help="keep the records there (default: a temporary folder)")
+    parser.add_argument(
+        "--record", type=_folder, metavar="DIR", help="keep the records there (default: a temporary folder)"
+    )
     parser.add_argument("--timeout", type=float, default=300, metavar="S", help="for one run (default 300)")
     _declare_outputs(parser)
     parser.set_defaults(carry_out=_verify)
@@ -309,7 +322,7 @@ def run_environment(
     entries = [entry for entry in (BOOTSTRAP, result.get("PYTHONPATH", "")) if entry]
     result["PYTHONPATH"] = os.pathsep.join(entries)
     if record is not None:
-        result["CTXFIX_RECORD"] = os.path.abspath(record)
+        result["CTXFIX_RECORD"] = record
     if strict:
         result["CTXFIX_STRICT"] = "1"
     return result

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -155,6 +156,34 @@ def test_run_hands_its_options_on_as_variables(tmp_path: Path) -> None:
     code = "import os; print(os.environ['CTXFIX_RECORD'], os.environ['CTXFIX_STRICT'])"
     done = ctxfix_run("--record", "out", "--strict", "--", sys.executable, "-c", code, cwd=tmp_path)
     assert done.stdout.strip() == f"{tmp_path / 'out'} 1", done.stderr
+
+
+@pytest.mark.parametrize("to", [">&-", "2>&-", ">&- 2>&- <&-", "2>/dev/full"])
+@pytest.mark.parametrize("disable", ["0", "1"])
+def test_run_starts_the_command_wherever_its_output_goes(to: str, disable: str, tmp_path: Path) -> None:
+    command = [*CTXFIX, "run", "--", "/bin/sh", "-c", "echo on >mark; ls /proc/$$/fd >there; exit 7"]
+    for given in (command, command[5:]):
+        done = run(["/bin/sh", "-c", f'"$@" {to}', "sh", *given], cwd=tmp_path, CTXFIX_DISABLE=disable)
+        assert (done.returncode, (tmp_path / "mark").read_text()) == (7, "on\n")
+        (tmp_path / "mark").unlink()
+        (tmp_path / "there").rename(tmp_path / given[0].rpartition("/")[2])
+    # What was closed still is.
+    assert (tmp_path / "sh").read_text() == (tmp_path / Path(sys.executable).name).read_text()
+
+
+@pytest.mark.parametrize("command", ["run", "verify"])
+def test_a_folder_of_records_that_has_no_name_or_no_place_is_refused(command: str, tmp_path: Path) -> None:
+    rest = ["--", "touch", str(tmp_path / "ran")] if command == "run" else []
+    done = run([*CTXFIX, command, "--record", "", *rest])
+    assert done.returncode == 2
+    assert done.stderr.endswith("error: argument --record: the name of the folder is empty\n")
+    (tmp_path / "gone").mkdir()
+    code = f"cd {tmp_path}/gone; rmdir ../gone; "
+    code += shlex.join(["exec", *CTXFIX, command, "--record", "rel", *rest])
+    done = run(["/bin/sh", "-c", code])
+    assert done.returncode == 2
+    assert done.stderr.endswith("error: argument --record: rel: the current folder is no longer there\n")
+    assert not (tmp_path / "ran").exists()
 
 
 def test_run_while_switched_off(bare: Interpreter) -> None:
