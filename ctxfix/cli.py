@@ -101,8 +101,10 @@ def _print_status(report: dict[str, Any]) -> None:
 
     from ctxfix.console import console
 
+    out = console(500)
     table = Table(box=box.SIMPLE, show_header=False, title=f"ctxfix {report['version']}", title_justify="left")
-    table.add_column(no_wrap=True)
+    # Modules have long names; the reason is what the table is for.
+    table.add_column(overflow="fold", max_width=max(out.width // 3, 16))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     styles = {
@@ -121,7 +123,7 @@ def _print_status(report: dict[str, Any]) -> None:
 
     row("activation", "on" if report["active"] else "off", report["reason"])
     python = report["python"]
-    row("interpreter", f"{python['implementation']} {python['version']}", python["executable"])
+    row("interpreter", "", f"{python['implementation']} {python['version']}, {python['executable']}")
     if python["free_threaded"]:
         if python["gil"]:
             row("GIL", "on", "another module, or PYTHON_GIL=1, turned it on")
@@ -145,15 +147,14 @@ def _print_status(report: dict[str, Any]) -> None:
         row(name, "found" if version else "missing", version or "")
     for name, value in report["settings"].items():
         if name != "problems":
-            row(f"setting {name}", str(value))
+            row(f"setting {name}", "", str(value))
     for problem in report["settings"]["problems"]:
         row("setting", "bad", problem)
     for name, value in report["counters"].items():
         row(f"count {name}", str(value))
     for where, failure in report["failures"].items():
         row("failure", "failed", f"{where}: {failure}")
-    # Rich takes anything but a terminal to be 80 columns wide, and would fold paths in a log.
-    console(500).print(table)
+    out.print(table)
 
 
 def _declare_run(commands: "Commands") -> None:

@@ -302,6 +302,29 @@ def test_status_says_whether_a_free_threaded_python_has_its_lock(
     assert all(words in line for words in said)
 
 
+@pytest.mark.parametrize("columns", ["80", "100", "0", None])
+def test_status_shows_every_reason_however_narrow_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: str | None
+) -> None:
+    """0 is no width; without any, what is no terminal is wide enough for a log."""
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    report = ctxfix.status()
+    report["settings"]["record"] = "/records" * 600
+    report["targets"]["nixl_cu12._api"] = {"version": "1.1.0", "state": "failed", "reason": "PatchError: no nixl_agent"}
+    monkeypatch.setattr(ctxfix, "status", lambda: report)
+    lines = shown(capsys).splitlines()
+    width = int(columns or 0) or 500
+    assert max(map(len, lines)) <= width
+    start = next(line for line in lines if line.startswith("  activation")).index("activated by: ")
+    reasons = "".join(line[start:].strip() for line in lines).replace(" ", "")
+    for target in report["targets"].values():
+        assert target["reason"].replace(" ", "") in reasons
+    for value in (*report["settings"].values(), report["threads"]["reason"], sys.executable):
+        assert isinstance(value, list) or str(value).replace(" ", "") in reasons
+    assert width - start > 30
+
+
 def shown(capsys: pytest.CaptureFixture[str]) -> str:
     assert cli.main(["status"]) == 0
     return capsys.readouterr().out
