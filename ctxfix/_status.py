@@ -144,7 +144,11 @@ def _sglang_plugin() -> dict[str, str]:
         return {"state": "not installed", "reason": ""}
     if not has_module(folders, PLUGIN_GROUP):
         return {"state": "off", "reason": f"SGLang {version} loads no plugins; the start-up file does not need it to"}
-    if not any(point.name == PLUGIN for point in importlib.metadata.entry_points(group=PLUGIN_GROUP)):
+    try:
+        points = importlib.metadata.entry_points(group=PLUGIN_GROUP)
+    except Exception as error:  # those of any package
+        return {"state": "unknown", "reason": f"entry points cannot be read: {type(error).__name__}: {error}"}
+    if not any(point.name == PLUGIN for point in points):
         return {"state": "missing", "reason": f"no entry point {PLUGIN!r} in {PLUGIN_GROUP}: reinstall ctxfix"}
     allowed = os.environ.get("SGLANG_PLUGINS", "")
     if allowed and PLUGIN not in [name.strip() for name in allowed.split(",")]:
@@ -157,10 +161,10 @@ def _sglang_plugin() -> dict[str, str]:
 
 
 def version_of(distribution: str) -> str | None:
-    """The version of an installed distribution, or None. Imports nothing of it."""
+    """The version of an installed distribution, or None. Imports nothing of it, and never raises."""
     try:
         return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
+    except Exception:  # it is not installed, its metadata cannot be read, or no distribution has such a name
         return None
 
 

@@ -248,6 +248,20 @@ def test_status_names_each_stage_of_a_target(tmp_path: Path) -> None:
     assert target()["state"] == "pending"
 
 
+def test_status_survives_metadata_that_cannot_be_read(tmp_path: Path) -> None:
+    for name in ("wrapt", "nixl_rocm", "sglang"):
+        folder = tmp_path / f"{name}-1.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_bytes(f"Metadata-Version: 2.1\nName: {name}\nAuthor: ".encode() + b"\xe9\n")
+        (folder / "entry_points.txt").write_bytes(b"[console_scripts]\n# \xe9\n")
+    (tmp_path / "sglang/srt").mkdir(parents=True)
+    (tmp_path / "sglang/srt/plugins.py").touch()
+    report = status_in(cwd=tmp_path)
+    assert (report["libraries"]["wrapt"], report["targets"]["nixl_rocm._api"]["state"]) == (None, "not installed")
+    assert report["sglang_plugin"]["state"] == "unknown"
+    assert report["sglang_plugin"]["reason"].startswith("entry points cannot be read: UnicodeDecodeError")
+
+
 def test_status_says_why_it_is_off() -> None:
     off = status_in(CTXFIX_DISABLE="perhaps")
     assert not off["active"] and off["reason"] == "CTXFIX_DISABLE='perhaps' is neither 0 nor 1: taken as 1"
