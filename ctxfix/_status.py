@@ -104,10 +104,10 @@ def _target(name: str) -> dict[str, Any]:
     if name in sys.modules:
         why = _startup.off_reason() or "imported before ctxfix, or unpatched; ctxfix.activate() patches it"
         return {"version": version, "state": "imported", "reason": why}
-    folders = _folders(package)
+    folders = folders_of(package)
     if version is None and not folders:
         return {"version": None, "state": "not installed", "reason": ""}
-    if folders and not _has_module(folders, name):
+    if folders and not has_module(folders, name):
         why = f"{package} {version or ''} has no module {name}; the hooks on other modules and on new threads serve it"
         return {"version": version, "state": "absent", "reason": why.replace("  ", " ")}
     if _startup.installed() and _startup.wanted(name):
@@ -116,7 +116,7 @@ def _target(name: str) -> dict[str, Any]:
     return {"version": version, "state": "off", "reason": why}
 
 
-def _folders(package: str) -> list[str]:
+def folders_of(package: str) -> list[str]:
     """Where the modules of a top-level package are. Imports nothing."""
     try:
         spec = importlib.util.find_spec(package)
@@ -125,7 +125,7 @@ def _folders(package: str) -> list[str]:
     return list(spec.submodule_search_locations or ()) if spec is not None else []
 
 
-def _has_module(folders: list[str], name: str) -> bool:
+def has_module(folders: list[str], name: str) -> bool:
     """Whether the module ``name`` is in its package's ``folders``; to find its spec would import its parents."""
     path = os.path.join(*name.split(".")[1:])
     for folder in folders:
@@ -139,12 +139,16 @@ def _has_module(folders: list[str], name: str) -> bool:
 
 def _sglang_plugin() -> dict[str, str]:
     """Whether SGLang itself loads ctxfix, through its plugin group."""
-    version, folders = version_of("sglang"), _folders("sglang")
+    version, folders = version_of("sglang"), folders_of("sglang")
     if not folders:
         return {"state": "not installed", "reason": ""}
-    if not _has_module(folders, PLUGIN_GROUP):
+    if not has_module(folders, PLUGIN_GROUP):
         return {"state": "off", "reason": f"SGLang {version} loads no plugins; the start-up file does not need it to"}
-    if not any(point.name == PLUGIN for point in importlib.metadata.entry_points(group=PLUGIN_GROUP)):
+    try:
+        points = importlib.metadata.entry_points(group=PLUGIN_GROUP)
+    except Exception as error:  # those of any package
+        return {"state": "unknown", "reason": f"entry points cannot be read: {type(error).__name__}: {error}"}
+    if not any(point.name == PLUGIN for point in points):
         return {"state": "missing", "reason": f"no entry point {PLUGIN!r} in {PLUGIN_GROUP}: reinstall ctxfix"}
     allowed = os.environ.get("SGLANG_PLUGINS", "")
     if allowed and PLUGIN not in [name.strip() for name in allowed.split(",")]:
@@ -157,10 +161,10 @@ def _sglang_plugin() -> dict[str, str]:
 
 
 def version_of(distribution: str) -> str | None:
-    """The version of an installed distribution, or None. Imports nothing of it."""
+    """The version of an installed distribution, or None. Imports nothing of it, and never raises."""
     try:
         return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
+    except Exception:  # it is not installed, its metadata cannot be read, or no distribution has such a name
         return None
 
 

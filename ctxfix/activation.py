@@ -156,9 +156,12 @@ def patch_host(name: str, *hooks: "Hook") -> dict[str, str]:
         For each module of ``hooks`` what :func:`patch_nixl` returns for NIXL's.
 
     Raises:
-        PatchError: ``name`` has other hooks already, there are none, or a module is hooked by another host; in strict
-            mode also if a method is not where it should be.
+        PatchError: ``name`` has other hooks already, there are none, one is no ``Hook``, or a module is hooked by
+            another host; in strict mode also if a method is not where it should be.
     """
+    for hook in hooks:
+        if not isinstance(hook, import_module("ctxfix.patches.host").Hook):
+            raise PatchError(f"host {name!r}: {hook!r} is no ctxfix.patches.host.Hook; give one a method")
     reason = _startup.off_reason()
     if reason:
         return {hook.module: f"off: {reason}" for hook in hooks}

@@ -118,11 +118,23 @@ def bind_new_thread(parent: int) -> None:
 
 
 def address_of(obj: Any) -> int:
-    """The first address of a tensor, a descriptor ``(address, length, …)``, or an ``int``, also one of numpy's."""
+    """The first address of a tensor, a descriptor ``(address, length, …)``, or an ``int``, also one of numpy's.
+
+    Raises:
+        TypeError: it is none of them.
+    """
     data_ptr = getattr(obj, "data_ptr", None)
     if data_ptr is not None:
         return int(data_ptr())
-    return int(obj) if isinstance(obj, Integral) else int(obj[0])
+    try:
+        first = obj if isinstance(obj, Integral) else obj[0]
+    except (TypeError, LookupError):
+        first = None
+    if not isinstance(first, Integral) or isinstance(obj, (bytes, bytearray)):
+        raise TypeError(
+            f"{obj!r:.60} is no memory: give a tensor (with data_ptr), a descriptor (address, length, …) or an address"
+        )
+    return int(first)
 
 
 def owner_at(address: int) -> Owner | None:
@@ -148,6 +160,7 @@ def bound(obj: Any) -> Iterator[int]:
         The context, a ``CUcontext`` as an integer.
 
     Raises:
+        TypeError: ``obj`` is none of these.
         UnknownOwnerError: ``obj`` is no GPU memory of this process.
         DriverError: the driver refused the owner's context.
     """

@@ -2,6 +2,7 @@
 """The ``ctxfix`` command. Each subcommand is one function that declares it and one that carries it out."""
 
 import argparse
+import contextlib
 import io
 import os
 import sys
@@ -21,12 +22,45 @@ if TYPE_CHECKING:
 EXIT_COULD_NOT_RUN = 2
 EXIT_NOT_EXECUTABLE = 126
 EXIT_NOT_FOUND = 127
-EXIT_BROKEN_PIPE = 141  # as a shell tells a SIGPIPE
+EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 130, 141  # as a shell tells SIGINT and SIGPIPE
 BOOTSTRAP = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_bootstrap")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line (``sys.argv`` by default) and return its exit code."""
+    # A stream that is closed (`>&-`) is None to Python. CMD of `ctxfix run` finds it closed as ever: what Python opens
+    # does not outlive an exec.
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
+    try:
+        try:
+            return _carry_out(arguments)
+        finally:
+            sys.stdout.flush()  # also after --help, which exits
+    except ModuleNotFoundError as error:
+        return _stop(f"ctxfix: {error.name} is not installed here; install it for {sys.executable}", EXIT_COULD_NOT_RUN)
+    except BrokenPipeError:  # whoever read us has enough
+        return _stop("", EXIT_BROKEN_PIPE)
+    except OSError as error:  # a full disk, say
+        return _stop(f"ctxfix: {error}", EXIT_COULD_NOT_RUN)
+    except KeyboardInterrupt:
+        return _stop("ctxfix: interrupted", EXIT_INTERRUPTED)
+
+
+def _stop(message: str, code: int) -> int:
+    """Say why the command ends; ``code``."""
+    for stream in (sys.stderr, sys.stdout):
+        try:
+            if message and stream is sys.stderr:
+                print(message, file=stream)
+            stream.flush()
+        except OSError:  # so that nothing complains at exit, which would change the code, too
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    return code
+
+
+def _carry_out(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(
         prog="ctxfix",
         description="Every thread that touches a GPU transfer runs in the context of the memory it touches.",
@@ -39,16 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a sign shows a question mark
-    try:
-        code: int = options.carry_out(options)
-        if sys.stdout is not None:
-            sys.stdout.flush()
-    except BrokenPipeError:  # whoever read us has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that nothing complains at exit
-        return EXIT_BROKEN_PIPE
-    except ModuleNotFoundError as error:
-        sys.stderr.write(f"ctxfix: {error.name} is not installed here; install it for {sys.executable}\n")
-        return EXIT_COULD_NOT_RUN
+    code: int = options.carry_out(options)
     return code
 
 
@@ -71,12 +96,15 @@ def _status(options: argparse.Namespace) -> int:
 
 def _print_status(report: dict[str, Any]) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    from ctxfix.console import console
+
+    out = console(500)
     table = Table(box=box.SIMPLE, show_header=False, title=f"ctxfix {report['version']}", title_justify="left")
-    table.add_column(no_wrap=True)
+    # Modules have long names; the reason is what the table is for.
+    table.add_column(overflow="fold", max_width=max(out.width // 3, 16))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     styles = {
@@ -95,7 +123,7 @@ def _print_status(report: dict[str, Any]) -> None:
 
     row("activation", "on" if report["active"] else "off", report["reason"])
     python = report["python"]
-    row("interpreter", f"{python['implementation']} {python['version']}", python["executable"])
+    row("interpreter", "", f"{python['implementation']} {python['version']}, {python['executable']}")
     if python["free_threaded"]:
         if python["gil"]:
             row("GIL", "on", "another module, or PYTHON_GIL=1, turned it on")
@@ -119,15 +147,14 @@ def _print_status(report: dict[str, Any]) -> None:
         row(name, "found" if version else "missing", version or "")
     for name, value in report["settings"].items():
         if name != "problems":
-            row(f"setting {name}", str(value))
+            row(f"setting {name}", "", str(value))
     for problem in report["settings"]["problems"]:
         row("setting", "bad", problem)
     for name, value in report["counters"].items():
         row(f"count {name}", str(value))
     for where, failure in report["failures"].items():
         row("failure", "failed", f"{where}: {failure}")
-    # Rich takes anything but a terminal to be 80 columns wide, and would fold paths in a log.
-    Console(width=None if sys.stdout.isatty() else 500).print(table)
+    out.print(table)
 
 
 def _declare_run(commands: "Commands") -> None:
@@ -138,7 +165,7 @@ def _declare_run(commands: "Commands") -> None:
         description="Run a command with ctxfix active in every Python it starts, also of other environments. "
         "Interpreters that ignore PYTHONPATH (-I, -E, -S) are not reached.",
     )
-    parser.add_argument("--record", metavar="DIR", help="write what is observed into DIR (CTXFIX_RECORD)")
+    parser.add_argument("--record", type=_folder, metavar="DIR", help="write what is observed into DIR (CTXFIX_RECORD)")
     parser.add_argument("--strict", action="store_true", help="raise failures of ctxfix itself (CTXFIX_STRICT)")
     parser.add_argument("cmd", nargs=argparse.REMAINDER, metavar="CMD", help="the command and its arguments")
     parser.set_defaults(carry_out=_run, parser=parser)
@@ -154,10 +181,10 @@ def _run(options: argparse.Namespace) -> int:
         return EXIT_COULD_NOT_RUN
     environment = run_environment(os.environ, options.record, options.strict)
     off = _startup.off_reason()
-    if off:
-        print(f"ctxfix run: {off}: the command runs without ctxfix", file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # an output that nobody takes is for the command to find
+        if off:
+            print(f"ctxfix run: {off}: the command runs without ctxfix", file=sys.stderr)
+        sys.stdout.flush()
     try:
         os.execvpe(command[0], command, environment)
     except (FileNotFoundError, NotADirectoryError):
@@ -170,6 +197,16 @@ def _run(options: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         print(f"ctxfix run: {command[0]}: cannot be run: {error}", file=sys.stderr)
         return EXIT_NOT_EXECUTABLE
+
+
+def _folder(name: str) -> str:
+    """The folder that an option names, by its whole path: the command may go elsewhere."""
+    if not name:
+        raise argparse.ArgumentTypeError("the name of the folder is empty")
+    try:
+        return os.path.abspath(name)
+    except FileNotFoundError:
+        raise argparse.ArgumentTypeError(f"{name}: the current folder is no longer there") from None
 
 
 def _declare_doctor(commands: "Commands") -> None:
@@ -211,7 +248,9 @@ def _declare_verify(commands: "Commands") -> None:
     parser.add_argument(
         "--without-cupti", action="store_true", help="do not ask the GPU for its own account, which costs a little time"
     )
-    parser.add_argument("--record", metavar="DIR", help="keep the records there (default: a temporary folder)")
+    parser.add_argument(
+        "--record", type=_folder, metavar="DIR", help="keep the records there (default: a temporary folder)"
+    )
     parser.add_argument("--timeout", type=float, default=300, metavar="S", help="for one run (default 300)")
     _declare_outputs(parser)
     parser.set_defaults(carry_out=_verify)
@@ -260,14 +299,13 @@ def _report(options: argparse.Namespace) -> int:
 
 def show(options: argparse.Namespace, judgement: "Judgement", title: str) -> None:
     """Show a judgement in every form that was asked for."""
-    from rich.console import Console
-
+    from ctxfix.console import console
     from ctxfix.verify import report
 
     if options.json == "-":
         print(report.as_text(judgement), end="")
     else:
-        Console(width=None if sys.stdout.isatty() else 160).print(report.table(judgement, title))
+        console(160).print(report.table(judgement, title))
     if options.json and options.json != "-":
         report.write(options.json, report.as_text(judgement))
     if options.html:
@@ -285,7 +323,7 @@ def run_environment(
     entries = [entry for entry in (BOOTSTRAP, result.get("PYTHONPATH", "")) if entry]
     result["PYTHONPATH"] = os.pathsep.join(entries)
     if record is not None:
-        result["CTXFIX_RECORD"] = os.path.abspath(record)
+        result["CTXFIX_RECORD"] = record
     if strict:
         result["CTXFIX_STRICT"] = "1"
     return result

@@ -182,6 +182,15 @@ def test_bound_to_memory_of_nobody_says_so(cuda: FakeCuda) -> None:
     assert cuda.depth() == 0
 
 
+@pytest.mark.parametrize("obj", [None, [], (), {}, "x", b"x", bytearray(b"x"), 1.5, (None, 8), ["4096"], object()])
+def test_bound_says_what_it_takes(cuda: FakeCuda, obj: object) -> None:
+    with (
+        pytest.raises(TypeError, match=r" is no memory: give a tensor \(with data_ptr\), a descriptor .* an address$"),
+        ctxfix.bound(obj),
+    ):
+        pytest.fail("entered")
+
+
 def test_bound_raises_what_the_driver_refuses(cuda: FakeCuda) -> None:
     address = cuda.alloc(2)
     cuda.fail("cuCtxSetCurrent", 201)

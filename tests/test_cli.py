@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,7 +13,8 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from environments import Interpreter, run
+from environments import Interpreter, clean_environment, run
+from evidence_of import perfect, write
 
 import ctxfix
 from ctxfix import _startup, cli
@@ -21,6 +23,12 @@ pytestmark = pytest.mark.usefixtures("startup_state")
 
 WHO = "import sys; m = sys.modules.get('ctxfix._startup'); print(m.started_by if m and m.installed() else None)"
 CTXFIX = [sys.executable, "-m", "ctxfix"]
+
+
+@pytest.fixture(autouse=True)
+def no_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pytest-xdist sets it in its workers."""
+    monkeypatch.delenv("COLUMNS", raising=False)
 
 
 def ctxfix_run(*arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -150,6 +158,34 @@ def test_run_hands_its_options_on_as_variables(tmp_path: Path) -> None:
     assert done.stdout.strip() == f"{tmp_path / 'out'} 1", done.stderr
 
 
+@pytest.mark.parametrize("to", [">&-", "2>&-", ">&- 2>&- <&-", "2>/dev/full"])
+@pytest.mark.parametrize("disable", ["0", "1"])
+def test_run_starts_the_command_wherever_its_output_goes(to: str, disable: str, tmp_path: Path) -> None:
+    command = [*CTXFIX, "run", "--", "/bin/sh", "-c", "echo on >mark; ls /proc/$$/fd >there; exit 7"]
+    for given in (command, command[5:]):
+        done = run(["/bin/sh", "-c", f'"$@" {to}', "sh", *given], cwd=tmp_path, CTXFIX_DISABLE=disable)
+        assert (done.returncode, (tmp_path / "mark").read_text()) == (7, "on\n")
+        (tmp_path / "mark").unlink()
+        (tmp_path / "there").rename(tmp_path / given[0].rpartition("/")[2])
+    # What was closed still is.
+    assert (tmp_path / "sh").read_text() == (tmp_path / Path(sys.executable).name).read_text()
+
+
+@pytest.mark.parametrize("command", ["run", "verify"])
+def test_a_folder_of_records_that_has_no_name_or_no_place_is_refused(command: str, tmp_path: Path) -> None:
+    rest = ["--", "touch", str(tmp_path / "ran")] if command == "run" else []
+    done = run([*CTXFIX, command, "--record", "", *rest])
+    assert done.returncode == 2
+    assert done.stderr.endswith("error: argument --record: the name of the folder is empty\n")
+    (tmp_path / "gone").mkdir()
+    code = f"cd {tmp_path}/gone; rmdir ../gone; "
+    code += shlex.join(["exec", *CTXFIX, command, "--record", "rel", *rest])
+    done = run(["/bin/sh", "-c", code])
+    assert done.returncode == 2
+    assert done.stderr.endswith("error: argument --record: rel: the current folder is no longer there\n")
+    assert not (tmp_path / "ran").exists()
+
+
 def test_run_while_switched_off(bare: Interpreter) -> None:
     done = ctxfix_run("--", str(bare.executable), "-c", WHO, CTXFIX_DISABLE="1")
     assert (done.returncode, done.stdout.strip()) == (0, "None")
@@ -212,6 +248,20 @@ def test_status_names_each_stage_of_a_target(tmp_path: Path) -> None:
     assert target()["state"] == "pending"
 
 
+def test_status_survives_metadata_that_cannot_be_read(tmp_path: Path) -> None:
+    for name in ("wrapt", "nixl_rocm", "sglang"):
+        folder = tmp_path / f"{name}-1.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_bytes(f"Metadata-Version: 2.1\nName: {name}\nAuthor: ".encode() + b"\xe9\n")
+        (folder / "entry_points.txt").write_bytes(b"[console_scripts]\n# \xe9\n")
+    (tmp_path / "sglang/srt").mkdir(parents=True)
+    (tmp_path / "sglang/srt/plugins.py").touch()
+    report = status_in(cwd=tmp_path)
+    assert (report["libraries"]["wrapt"], report["targets"]["nixl_rocm._api"]["state"]) == (None, "not installed")
+    assert report["sglang_plugin"]["state"] == "unknown"
+    assert report["sglang_plugin"]["reason"].startswith("entry points cannot be read: UnicodeDecodeError")
+
+
 def test_status_says_why_it_is_off() -> None:
     off = status_in(CTXFIX_DISABLE="perhaps")
     assert not off["active"] and off["reason"] == "CTXFIX_DISABLE='perhaps' is neither 0 nor 1: taken as 1"
@@ -266,9 +316,70 @@ def test_status_says_whether_a_free_threaded_python_has_its_lock(
     assert all(words in line for words in said)
 
 
+@pytest.mark.parametrize("columns", ["80", "100", "0", None])
+def test_status_shows_every_reason_however_narrow_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: str | None
+) -> None:
+    """0 is no width; without any, what is no terminal is wide enough for a log."""
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    report = ctxfix.status()
+    report["settings"]["record"] = "/records" * 600
+    report["targets"]["nixl_cu12._api"] = {"version": "1.1.0", "state": "failed", "reason": "PatchError: no nixl_agent"}
+    monkeypatch.setattr(ctxfix, "status", lambda: report)
+    lines = shown(capsys).splitlines()
+    width = int(columns or 0) or 500
+    assert max(map(len, lines)) <= width
+    start = next(line for line in lines if line.startswith("  activation")).index("activated by: ")
+    reasons = "".join(line[start:].strip() for line in lines).replace(" ", "")
+    for target in report["targets"].values():
+        assert target["reason"].replace(" ", "") in reasons
+    for value in (*report["settings"].values(), report["threads"]["reason"], sys.executable):
+        assert isinstance(value, list) or str(value).replace(" ", "") in reasons
+    assert width - start > 30
+
+
 def shown(capsys: pytest.CaptureFixture[str]) -> str:
     assert cli.main(["status"]) == 0
     return capsys.readouterr().out
+
+
+# ---- output that goes nowhere ----------------------------------------------------------------------------------------
+
+OUTPUTS = (["status"], ["status", "--json"], ["doctor"], ["doctor", "--json"], ["--help"], ["report", "records"],
+           ["report", "records", "--json", "-"])  # fmt: skip
+
+
+def redirected(arguments: list[str], to: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """``ctxfix`` with an output that the shell redirects, in a folder with records that are proven."""
+    write(perfect(), cwd / "records")
+    return run(["/bin/sh", "-c", f'"$@" {to}', "sh", *CTXFIX, *arguments], cwd=cwd)
+
+
+@pytest.mark.parametrize("arguments", OUTPUTS, ids=" ".join)
+def test_output_that_nobody_reads_is_told_as_a_shell_tells_it(arguments: list[str], tmp_path: Path) -> None:
+    write(perfect(), tmp_path / "records")
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [*CTXFIX, *arguments], stdout=writer, stderr=subprocess.PIPE, cwd=tmp_path, env=clean_environment(), timeout=60
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize("arguments", OUTPUTS, ids=" ".join)
+def test_output_onto_a_full_disk_is_one_line(arguments: list[str], tmp_path: Path) -> None:
+    done = redirected(arguments, ">/dev/full", tmp_path)
+    assert (done.returncode, done.stderr) == (2, "ctxfix: [Errno 28] No space left on device\n")
+    assert redirected(arguments, ">/dev/full 2>&1", tmp_path).returncode == 2
+
+
+@pytest.mark.parametrize("arguments", OUTPUTS, ids=" ".join)
+def test_closed_output_changes_no_exit_code(arguments: list[str], tmp_path: Path) -> None:
+    done = redirected(arguments, ">&-", tmp_path)
+    assert (done.returncode, done.stderr) == (redirected(arguments, ">/dev/null", tmp_path).returncode, "")
+    assert redirected(arguments, ">&- 2>&- <&-", tmp_path).returncode == done.returncode
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

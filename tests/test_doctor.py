@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -176,6 +179,7 @@ FAULTS: list[tuple[Callable[[Surroundings], None], str, str]] = [
     (libraries(Library("/a", (1, 17), True)), "libfabric", BAD),
     (libraries(Library("/a", (2, 4), False)), "libfabric", BAD),
     (libraries(Library("/a", (2, 6), True)), "libfabric", NOTE),
+    (libraries(Library("/a", None, True, "it is cut short")), "libfabric", BAD),
     (libraries(Library("/a", (2, 7), True), Library("/b", None, False)), "several libfabrics", NOTE),
 ]
 
@@ -201,7 +205,7 @@ def test_the_cache_of_mappings_is_large_enough_when_it_holds_a_gpu(around: Surro
     around.host = lambda: (256 << 30, 32)
     (finding,) = [finding for finding in doctor.examine(around) if finding.check == "FI_MR_CACHE_MAX_SIZE"]
     assert "4.0 GiB" in finding.what and finding.cure == f"FI_MR_CACHE_MAX_SIZE={80 << 30}"
-    for value, seen in ((finding.cure.partition("=")[2], False), ("0", True), ("lots", True)):
+    for value, seen in ((finding.cure.partition("=")[2], False), ("0", True), ("lots", True), ("²", True)):
         around.environ = {"FI_LOG_LEVEL": "warn", "FI_MR_CACHE_MAX_SIZE": value}
         assert ("FI_MR_CACHE_MAX_SIZE" in found(around)) is seen, value
 
@@ -235,6 +239,61 @@ def test_libraries_are_found_once_and_in_order(tmp_path: Path) -> None:
     assert [(Path(library.path).parent.name, library.cuda, library.version) for library in result] == [
         ("b", True, None), ("a", False, None)
     ]  # fmt: skip
+
+
+def of_code(code: str) -> Callable[[Path], None]:
+    """A libfabric made by the C compiler that there is."""
+
+    def make(path: Path) -> None:
+        if not shutil.which("cc"):
+            pytest.skip("no C compiler")
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", path, "-x", "c", "-"], input=code.encode(), check=True)
+
+    return make
+
+
+def cut(path: Path) -> None:
+    of_code("char large[1 << 20] = {1}; int fi_version() { return 2 << 16 | large[9]; }")(path)
+    os.truncate(path, os.path.getsize(path) // 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (cut, "it is cut short"),
+        (lambda path: path.write_bytes(b"\x7fELF\2\1".ljust(64, b"\xff")), "it is cut short"),
+        (lambda path: path.write_bytes(b"garbage" * 99), "invalid ELF header"),
+        (lambda path: path.write_bytes(b""), "file too short"),
+        (Path.mkdir, "it is no file"),
+        (os.mkfifo, "it is no file"),
+        (lambda path: path.symlink_to("nowhere"), "No such file or directory"),
+    ],
+    ids=["cut", "header", "garbage", "empty", "folder", "fifo", "link"],
+)
+def test_a_libfabric_that_cannot_be_loaded_is_told(
+    around: Surroundings, make: Callable[[Path], None], told: str, tmp_path: Path
+) -> None:
+    library = tmp_path / "libfabric.so.1"
+    make(library)
+    around.libraries = lambda: doctor.find_libraries({"LD_LIBRARY_PATH": str(tmp_path)}, ("/nowhere",))
+    (finding,) = [finding for finding in doctor.examine(around) if finding.check == "libfabric"]
+    assert (finding.state, finding.what) == (BAD, f"{library} cannot be loaded: {told}")
+
+
+def test_a_libfabric_that_is_whole_tells_its_version(tmp_path: Path) -> None:
+    of_code("int fi_version() { return 2 << 16 | 4; }")(tmp_path / "libfabric.so.1")
+    (library,) = doctor.find_libraries({"LD_LIBRARY_PATH": str(tmp_path)}, ("/nowhere",))
+    assert library == Library(str(tmp_path / "libfabric.so.1"), (2, 4), False)
+
+
+def test_a_nixl_without_metadata_is_as_installed_as_status_says(around: Surroundings) -> None:
+    target = {"version": None, "state": "pending", "reason": ""}
+    around.version_of = lambda name: None
+    around.status = lambda: {**GOOD_STATUS, "targets": {"nixl_cu12._api": target}}
+    states = found(around)
+    assert (states.get("nixl-cu12"), states.get("NIXL")) == (NOTE, None)
+    target["state"] = "not installed"
+    assert found(around)["NIXL"] == UNKNOWN
 
 
 @pytest.mark.parametrize(("state", "code"), [(OK, 0), (NOTE, 0), (UNKNOWN, 0), (BAD, 1)])

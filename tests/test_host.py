@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 import threading
 import types
@@ -243,6 +244,30 @@ def test_coroutines_are_refused(module: types.ModuleType) -> None:
         Host("Fake", [Hook("fakehost", "Engine.later")]).apply(module)
 
 
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        (("", "flush"), "module must be a name, not ''"),
+        ((None, "flush"), "module must be a name, not None"),
+        (("acme..engine", "flush"), "module must be a name, not 'acme..engine'"),
+        (("acme", ""), "method must be a name, not ''"),
+        (("acme", "Engine."), "method must be a name, not 'Engine.'"),
+        (("acme", len), "method must be a name, not <built-in function len>"),
+        (("acme", "flush", 0x1000), "memory must be a function of the method's arguments, not 4096"),
+    ],
+)
+def test_a_row_that_could_never_be_hooked_is_refused(row: tuple[Any, ...], told: str) -> None:
+    with pytest.raises(PatchError, match=f"{re.escape(told)}$"):
+        Hook(*row)
+
+
+def test_a_class_is_refused(module: types.ModuleType) -> None:
+    original = module.Engine
+    with pytest.raises(PatchError, match=r"fakehost\.Engine is a class: name a method, such as Engine\.__init__$"):
+        Host("Fake", [Hook("fakehost", "Engine")]).apply(module)
+    assert module.Engine is original
+
+
 def test_somebody_on_top_is_told_and_the_rest_undone(module: types.ModuleType, host: Callable[..., Host]) -> None:
     original = module.Engine.send, module.Engine.loop
     made = host(Hook("fakehost", "Engine.send"), Hook("fakehost", "Engine.loop"))
@@ -371,13 +396,18 @@ def test_patch_host_says_in_status_what_has_moved(package: Callable[[str, str], 
 
 @pytest.mark.usefixtures("startup_state")
 def test_patch_host_refuses_what_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(PatchError, match="ctxfix.patches.nixl hooks it already"):
+    with pytest.raises(PatchError, match=r"cannot hook nixl_cu12\._api: ctxfix itself hooks it already"):
         ctxfix.patch_host("mine", Hook("nixl_cu12._api", "nixl_agent.transfer"))
     with pytest.raises(PatchError, match="has no hooks"):
         ctxfix.patch_host("mine")
     ctxfix.patch_host("mine", Hook("fakedelta", "f"))
     with pytest.raises(PatchError, match="has other hooks already"):
         ctxfix.patch_host("mine", Hook("fakedelta", "g"))
+    with pytest.raises(PatchError, match="host 'yours' cannot hook fakedelta: 'mine' hooks it already"):
+        ctxfix.patch_host("yours", Hook("fakedelta", "g"))
+    for row in ([], Hook, "fakedelta"):
+        with pytest.raises(PatchError, match="is no ctxfix.patches.host.Hook"):
+            ctxfix.patch_host("theirs", row)
     ctxfix.unpatch_host("mine")
     monkeypatch.setenv("CTXFIX_DISABLE", "1")
     assert ctxfix.patch_host("mine", Hook("fakedelta", "f")) == {"fakedelta": "off: CTXFIX_DISABLE=1"}

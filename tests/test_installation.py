@@ -185,8 +185,12 @@ def test_outside_any_site_directory(bare: Interpreter, wheel: Path, tmp_path: Pa
     findings = json.loads(bare.process("-m", "ctxfix", "doctor", "--json", **place).stdout)["findings"]
     (finding,) = (finding for finding in findings if finding["check"] == "start-up file")
     assert finding["state"] == "bad" and "site directories only" in finding["what"] and "ctxfix run" in finding["cure"]
-    done = bare.process("-m", "ctxfix", "run", "--", str(bare.executable), "-c", WHO, **place)
-    assert (done.stdout.strip(), done.stderr) == ("ctxfix run", "")
+    (command,) = (tmp_path / "t").rglob("bin/ctxfix")
+    for way in ([str(bare.executable), "-m", "ctxfix"], [str(command)]):
+        done = run([*way, "run", "--", str(bare.executable), "-c", WHO], **place)
+        assert (done.stdout.strip(), done.stderr) == ("ctxfix run", "")
+    assert "No module named 'ctxfix'" in run([str(command), "status"]).stderr
+    assert "`PYTHONPATH=tgt tgt/bin/ctxfix run …`" in (ROOT / "README.md").read_text()
 
 
 def test_an_application_s_environment(bare: Interpreter, wheel: Path, tmp_path: Path) -> None:

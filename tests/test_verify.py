@@ -4,6 +4,10 @@
 from __future__ import annotations
 
 import argparse
+import signal
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,13 +76,15 @@ def test_what_the_shell_filters_does_not_hide_libfabric_s_words() -> None:
 
 
 def options(**changes: Any) -> argparse.Namespace:
-    given = {"tp": None, "backend": "LIBFABRIC", "size": 1 << 20, "tokens": 64, "repeat": 1, "module": "json"}
+    given = {"tp": None, "backend": "LIBFABRIC", "size": 1 << 20, "tokens": 64, "repeat": 1, "module": "fakenixl"}
     return argparse.Namespace(**{**given, "timeout": 60, "loopback": None, "cross": False, "record": None,
                                  "without_cupti": False, **changes})  # fmt: skip
 
 
 @pytest.fixture
-def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def four_gpus(package: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a NIXL, as far as a plan looks at it."""
+    package("fakenixl._api", "")
     monkeypatch.setattr(run.gpu, "count", lambda: 4)
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"):
         monkeypatch.delenv(name, raising=False)
@@ -100,11 +106,28 @@ def test_a_plan_from_a_launcher_s_environment(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.usefixtures("four_gpus")
 @pytest.mark.parametrize(
-    "wrong", [{"repeat": 0}, {"size": 100}, {"tokens": 1}, {"tp": -1}, {"loopback": "/nowhere.so"}]
+    "wrong",
+    [
+        *({"tp": value} for value in (-1, 0, 10**23)),
+        *({"size": value} for value in (100, 10**23)),
+        *({"tokens": value} for value in (1, 10**23)),
+        *({"repeat": value} for value in (0, 10**23)),
+        *({"timeout": value} for value in (float("nan"), float("inf"), 0, -1)),
+        *({"module": name} for name in ("../x", ".", "", "__main__", "os", "json", "a.b", "no_such_nixl")),
+        {"loopback": "/nowhere.so"},
+    ],
+    ids=str,
 )
 def test_what_cannot_be_run_is_refused(wrong: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    ((name, value),) = wrong.items()
     assert run.main(options(**wrong)) == 2
-    assert capsys.readouterr().err.startswith("ctxfix verify: ")
+    (line,) = capsys.readouterr().err.splitlines()
+    expected = {
+        "module": f"NIXL is not installed here (no module {value} with NIXL's _api in it): pip install nixl",
+        "loopback": "/nowhere.so: there is no such library",
+    }
+    told = line.removeprefix("ctxfix verify: ")
+    assert told == expected.get(name, told) and (name in expected or told.startswith(f"--{name} must be from "))
 
 
 @pytest.mark.usefixtures("four_gpus")
@@ -117,4 +140,41 @@ def test_a_folder_of_another_run_is_refused(tmp_path: Path, capsys: pytest.Captu
 
 def test_without_nixl_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["verify", "--module", "no_such_nixl"]) == 2
-    assert "NIXL is not installed here (no module no_such_nixl)" in capsys.readouterr().err
+    assert "NIXL is not installed here (no module no_such_nixl" in capsys.readouterr().err
+
+
+def test_a_rank_that_breaks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("of ours")
+
+    monkeypatch.setattr(run, "_run_pair", broken)
+    assert run.run_once(PLAN, str(tmp_path), False, True, {}) == ["ranks 0, 1: ZeroDivisionError: of ours"]
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_ctrl_c_ends_the_processes_and_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[run.Process] = []
+
+    class Process(run.Process):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            started.append(self)
+            if len(started) == 4:
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    monkeypatch.setattr(run, "_WORKER", "import time; time.sleep(60)")
+    monkeypatch.setattr(run, "Process", Process)
+    monkeypatch.setattr(run.tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    before = time.monotonic()
+    assert cli.main(["verify", "--module", "fakenixl", "--tokens", "64"]) == 130
+    assert time.monotonic() - before < 30
+    assert all(process._process.returncode == -signal.SIGKILL for process in started)
+    *_, kept, told = capsys.readouterr().err.splitlines()  # before, the bars
+    (folder,) = (tmp_path / "temporary").iterdir()
+    assert (kept, told) == (
+        f"ctxfix verify: the records and logs of the processes are in {folder}",
+        "ctxfix: interrupted",
+    )

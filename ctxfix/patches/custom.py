@@ -28,7 +28,13 @@ def add(name: str, hooks: tuple[Hook, ...]) -> Host:
     host = Host(name, hooks)
     for module in host.modules:
         if module in _startup.TARGETS:
-            raise PatchError(f"host {name!r} cannot hook {module}: {_startup.TARGETS[module]} hooks it already")
+            other = next(
+                (repr(known.name) for known in list(_hosts.values()) if module in known.modules), "ctxfix itself"
+            )
+            raise PatchError(
+                f"host {name!r} cannot hook {module}: {other} hooks it already. A module has one host: give all its "
+                "hooks in one patch_host"
+            )
     _hosts[name] = host
     _startup.TARGETS.update(dict.fromkeys(host.modules, __name__))
     return host

@@ -29,12 +29,12 @@ import inspect
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from importlib import metadata
 from numbers import Integral
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from ctxfix import affinity, counters, driver, guard, threads
+from ctxfix._status import version_of
 from ctxfix.errors import DriverError, PatchError
 from ctxfix.methods import unbound
 from ctxfix.patches.undo import Patch, Patches, one_change
@@ -71,6 +71,22 @@ class Hook:
     thread: bool = False
     optional: bool = False
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what could never be hooked, where it is written.
+
+        Raises:
+            PatchError: ``module`` or ``method`` is no name, or ``memory`` cannot be called.
+        """
+        for field in ("module", "method"):
+            name = getattr(self, field)
+            if not isinstance(name, str) or not all(name.split(".")):
+                raise PatchError(f"Hook({self.module!r}, {self.method!r}, …): {field} must be a name, not {name!r}")
+        if not callable(self.memory):
+            raise PatchError(
+                f"Hook({self.module!r}, {self.method!r}, …): memory must be a function of the method's arguments, not "
+                f"{self.memory!r}"
+            )
 
 
 # ---- whose memory ----------------------------------------------------------------------------------------------------
@@ -207,6 +223,8 @@ class Host:
         function = original.__func__ if isinstance(original, (staticmethod, classmethod)) else original
         if not callable(function):
             return None
+        if not hook.wrap and isinstance(function, type):
+            raise PatchError(f"{hook.module}.{hook.method} is a class: name a method, such as {hook.method}.__init__")
         make = hook.wrap or functools.partial(in_context, hook=hook)
         if not hook.wrap and (inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function)):
             raise PatchError(
@@ -217,10 +235,7 @@ class Host:
         return Patch(owner, name, original, kind(ours) if kind is not None else ours)
 
     def _moved(self, module: ModuleType, hook: Hook) -> str:
-        try:
-            version = metadata.version(module.__name__.partition(".")[0])
-        except metadata.PackageNotFoundError:
-            version = "of unknown version"
+        version = version_of(module.__name__.partition(".")[0]) or "of unknown version"
         return (
             f"{self.name} {version} has no {hook.method} in {module.__name__}. It works as it is; its threads are "
             "bound by the hooks on nixl_agent and on new threads alone. Please report this version to ctxfix"

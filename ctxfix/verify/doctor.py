@@ -12,7 +12,8 @@ import importlib
 import json
 import os
 import re
-import sys
+import stat
+import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
@@ -41,6 +42,7 @@ class Library(NamedTuple):
     path: str
     version: tuple[int, int] | None
     cuda: bool
+    problem: str = ""  # why it cannot be loaded
 
 
 @dataclass
@@ -361,7 +363,7 @@ def _mapping_cache(around: Surroundings, gpu_bytes: int) -> Iterator[Finding]:
     """
     given = around.environ.get("FI_MR_CACHE_MAX_SIZE", "").strip()
     ram, cpus = around.host()
-    limit = int(given) if given.isdigit() and int(given) else ram // cpus // 2
+    limit = int(given) if given.isdecimal() and int(given) else ram // cpus // 2
     if limit < gpu_bytes:
         yield Finding(
             "FI_MR_CACHE_MAX_SIZE",
@@ -395,13 +397,18 @@ _SENDER_BARE = {"0.9.0", "0.10.0", "0.10.1", "1.0.0", "1.0.1", "1.1.0", "1.2.0",
 def nixl(around: Surroundings) -> Iterator[Finding]:
     """NIXL's own holes."""
     found = False
+    targets = around.status()["targets"]
     for name in ("nixl-cu12", "nixl-cu13", "nixl-rocm"):
         version = around.version_of(name)
-        if version is None:
+        target = targets.get(f"{name.replace('-', '_')}._api", {"state": "not installed"})
+        if version is None and target["state"] == "not installed":
             continue
         found = True
         receiver = "its receiver's progress thread has no context either (every version to 1.5.1)"
-        if version in _SENDER_BARE:
+        if version is None:
+            why = "the module is there, and no metadata (dist-info) tells its version"
+            yield Finding(name, NOTE, "of unknown version", why, "ctxfix verify shows what it does")
+        elif version in _SENDER_BARE:
             yield Finding(
                 name,
                 BAD,
@@ -428,7 +435,10 @@ def libfabric(around: Surroundings) -> Iterator[Finding]:
     first = libraries[0]
     version = ".".join(map(str, first.version)) if first.version else "of unknown version"
     named = f"{version} ({first.path})"
-    if first.version and first.version < (1, 20):
+    if first.problem:
+        yield Finding("libfabric", BAD, f"{first.path} cannot be loaded: {first.problem}", "NIXL's LIBFABRIC backend "
+                      "cannot load it either", "reinstall it, or let LD_LIBRARY_PATH name another")  # fmt: skip
+    elif first.version and first.version < (1, 20):
         yield Finding("libfabric", BAD, named, "NIXL needs 1.20 or newer", "install the EFA installer's libfabric")
     elif not first.cuda:
         yield Finding("libfabric", BAD, named, "it has no CUDA support: GPU memory cannot be registered, or is copied "
@@ -466,24 +476,50 @@ def find_libraries(environ: Mapping[str, str], defaults: tuple[str, ...] = ()) -
         for path in sorted(glob.glob(os.path.join(glob.escape(folder), "libfabric.so.1"))):
             real = os.path.realpath(path)
             if real not in seen:
-                seen[real] = Library(path, _libfabric_version(real), _has_cuda(real))
+                seen[real] = _look_at(path)
     return list(seen.values())
 
 
-def _libfabric_version(path: str) -> tuple[int, int] | None:
+def _look_at(path: str) -> Library:
+    cuda = False
     try:
+        cuda = b"cudaIpcGetMemHandle" in _whole(path)
         number = int(ctypes.CDLL(path).fi_version())
-    except (OSError, AttributeError):
-        return None
-    return number >> 16, number & 0xFFFF
+    except OSError as error:
+        return Library(path, None, cuda, (error.strerror or str(error)).removeprefix(f"{path}: "))
+    except AttributeError:
+        return Library(path, None, cuda)
+    return Library(path, (number >> 16, number & 0xFFFF), cuda)
 
 
-def _has_cuda(path: str) -> bool:
-    try:
-        with open(path, "rb") as file:
-            return b"cudaIpcGetMemHandle" in file.read()
-    except OSError:
-        return False
+def _whole(path: str) -> bytes:
+    """The library's bytes. Raises OSError if it is none, or cut short: to load that would kill us (SIGBUS)."""
+    if not stat.S_ISREG(os.stat(path).st_mode):  # to open a FIFO waits for ever
+        raise OSError("it is no file")
+    with open(path, "rb") as file:
+        data = file.read()
+    if _cut_short(data):
+        raise OSError("it is cut short")
+    return data
+
+
+#: Of an ELF header where its segments are told, how many bytes each takes and how many there are; of a segment its
+#: kind, its place in the file and its length there (elf.h).
+_HEADER, _SEGMENT, _PT_LOAD = struct.Struct("<32xQ14xHH"), struct.Struct("<I4xQ16xQ"), 1
+
+
+def _cut_short(data: bytes) -> bool:
+    """Whether a segment that would be mapped is not all there."""
+    if data[:6] != b"\x7fELF\x02\x01" or len(data) < _HEADER.size:
+        return False  # not 64 bits and little-endian, or too short: the loader refuses it by itself
+    start, size, number = _HEADER.unpack_from(data)
+    for place in range(start, start + size * number, size or 1):
+        if place + _SEGMENT.size > len(data):
+            return True
+        kind, offset, length = _SEGMENT.unpack_from(data, place)
+        if kind == _PT_LOAD and offset + length > len(data):
+            return True
+    return False
 
 
 def _status() -> dict[str, Any]:
@@ -520,9 +556,10 @@ def main(as_json: bool) -> int:
 
 def _print(findings: list[Finding]) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from ctxfix.console import console
 
     styles = {OK: "green", NOTE: "cyan", BAD: "red", UNKNOWN: "yellow"}
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -534,4 +571,4 @@ def _print(findings: list[Finding]) -> None:
         if finding.cure:
             why.append(f"{' ' if finding.why else ''}⇒ {finding.cure}", "bold")
         table.add_row(Text(finding.state, styles[finding.state]), Text(finding.check), Text(finding.what), why)
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    console(160).print(table)

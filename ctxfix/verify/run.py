@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import os
 import re
@@ -25,6 +24,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ctxfix._status import folders_of, has_module
 from ctxfix.cli import show
 from ctxfix.errors import CtxfixError, EvidenceError, VerifyError
 from ctxfix.evidence import efa, identity, merge, nvlink, records
@@ -32,6 +32,14 @@ from ctxfix.verify import gpu, shapes
 from ctxfix.verify.verdict import Judgement, judge
 
 _MODULES = ("nixl_cu13", "nixl_cu12")
+#: The least and the most that options may be: 4,096 ranks, buffers of up to about 1 TiB, a week.
+_BOUNDS = {
+    "tp": (1, 4096),
+    "size": (8 * 4096, 1 << 40),
+    "tokens": (2, 1 << 25),
+    "repeat": (1, 1_000_000),
+    "timeout": (1, 7 * 86_400),
+}
 _TRANSFER_TIMEOUT = 30.0  # seconds, for one transfer
 _ENDING = 20.0  # seconds a process may take to end
 _NIXL_ERROR = re.compile(r"E\d{4} .*?\] (.+)")  # E1201 00:19:09.930210   22978 nixl_agent.cpp:458] registerMem: no …
@@ -96,14 +104,18 @@ def make_plan(options: argparse.Namespace) -> Plan:
     """What is to be run here. Raises VerifyError if it cannot be."""
     place = identity.find(os.environ)
     launched = place.rank is not None and (place.world or 0) > 1
-    world = place.world if launched and place.world else options.tp or 2
-    if options.tp and options.tp != world:
+    asked = 2 if options.tp is None else options.tp
+    world = place.world if launched and place.world else asked
+    for name, (least, most) in _BOUNDS.items():
+        value = world if name == "tp" else getattr(options, name)
+        if not least <= value <= most:  # nan is neither
+            raise VerifyError(f"--{name} must be from {least:,} to {most:,}, not {value}")
+    if options.tp is not None and options.tp != world:
         raise VerifyError(f"--tp {options.tp}, but {place.source} says that there are {world} ranks")
-    if world < 1 or options.repeat < 1 or options.size < 8 * 4096 or options.tokens < 2:
-        raise VerifyError("there must be at least one rank, one transfer, 32 KiB (--size) and two tokens (--tokens)")
-    module = options.module or next((name for name in _MODULES if importlib.util.find_spec(name)), None)
-    if module is None or importlib.util.find_spec(module) is None:
-        raise VerifyError(f"NIXL is not installed here (no module {' or '.join([module] if module else _MODULES)}): "
+    modules = _MODULES if options.module is None else (options.module,)
+    module = next((name for name in modules if has_module(folders_of(name), f"{name}._api")), None)
+    if module is None:
+        raise VerifyError(f"NIXL is not installed here (no module {' or '.join(modules)} with NIXL's _api in it): "
                           "pip install nixl")  # fmt: skip
     gpus = gpu.count()
     if not gpus:
@@ -237,30 +249,40 @@ Times = dict[tuple[str, str], list[float]]
 
 def run_once(plan: Plan, folder: str, disabled: bool, quiet: bool, times: Times) -> list[str]:
     """Run the whole workload, all ranks at once, and fill ``times``; what went wrong."""
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from ctxfix.console import Console
 
     forms = shapes.all_of(plan.size, plan.tokens)
     total = 2 * plan.repeat * len(forms)
     problems: dict[str, list[int]] = {}  # what went wrong -> on which ranks
-    console = Console(file=sys.stderr, quiet=quiet)
+    started: list[Process] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=Console(file=sys.stderr, quiet=quiet), transient=True) as progress:
         threads = []
         for rank in plan.ranks:
             task = progress.add_task(f"{'without' if disabled else 'with'} ctxfix, rank {rank}", total=total)
 
             def work(rank: int = rank, task: Any = task) -> None:
                 try:
-                    _run_pair(plan, rank, folder, disabled, forms, times, lambda: progress.advance(task))
-                except (CtxfixError, OSError) as error:
-                    problems.setdefault(str(error), []).append(rank)
+                    _run_pair(plan, rank, folder, disabled, forms, times, started, lambda: progress.advance(task))
+                except Exception as error:  # noqa: BLE001 - a rank that ends in silence would look as if all went well
+                    known = isinstance(error, (CtxfixError, OSError))
+                    told = str(error) if known else f"{type(error).__name__}: {error}"
+                    problems.setdefault(told, []).append(rank)
 
             threads.append(threading.Thread(target=work, name=f"rank {rank}"))
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        try:
+            for thread in threads:
+                thread.join()
+        except BaseException:  # Ctrl-C: the threads end when their processes do
+            while any(thread.is_alive() for thread in threads):
+                for process in started:
+                    process.kill()
+                time.sleep(0.1)
+            raise
     return sorted(
         f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}: {error}"
         for error, ranks in problems.items()
@@ -274,6 +296,7 @@ def _run_pair(
     disabled: bool,
     forms: list[shapes.Shape],
     times: Times,
+    started: list[Process],
     advance: Callable[[], object],
 ) -> None:
     deadline = time.monotonic() + plan.timeout
@@ -283,6 +306,7 @@ def _run_pair(
             for role in ("prefill", "decode")
         }
         prefill, decode = ends["prefill"], ends["decode"]
+        started += ends.values()
         about = {role: end.answer() for role, end in ends.items()}
         prefill.ask("meet", **about["decode"])
         decode.ask("meet", **about["prefill"])
@@ -366,6 +390,10 @@ class Process:
             self._process.kill()
             self._process.wait()
 
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
+
     def order(self, what: str, **arguments: Any) -> None:
         """Tell it to do something."""
         self._write({"do": what, **arguments})
@@ -443,20 +471,19 @@ def environment(environ: Any, folder: str, disabled: bool, loopback: str | None)
 
 
 def _print(judgement: Judgement, title: str) -> None:
-    from rich.console import Console
-
+    from ctxfix.console import console
     from ctxfix.verify import report
 
-    Console(width=None if sys.stdout.isatty() else 160).print(report.table(judgement, title))
+    console(160).print(report.table(judgement, title))
 
 
 def _print_comparison(without: Judgement, with_ctxfix: Judgement) -> None:
     """The best time of each direction and shape, without and with."""
     from rich import box
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    from ctxfix.console import console
     from ctxfix.verify.report import size
 
     table = Table(box=box.SIMPLE_HEAD, title="what ctxfix changes (best times)", title_justify="left", pad_edge=False)
@@ -482,4 +509,4 @@ def _print_comparison(without: Judgement, with_ctxfix: Judgement) -> None:
             f"{old / new:.1f}×" if old is not None and new else "–",
         )
         last = name
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    console(160).print(table)
