@@ -5,6 +5,7 @@ import argparse
 import contextlib
 import io
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -185,6 +186,9 @@ def _run(options: argparse.Namespace) -> int:
         if off:
             print(f"ctxfix run: {off}: the command runs without ctxfix", file=sys.stderr)
         sys.stdout.flush()
+    for name in ("SIGPIPE", "SIGXFSZ"):  # which Python ignores for itself; subprocess gives them back likewise
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
     try:
         os.execvpe(command[0], command, environment)
     except (FileNotFoundError, NotADirectoryError):

@@ -171,6 +171,12 @@ def test_run_starts_the_command_wherever_its_output_goes(to: str, disable: str, 
     assert (tmp_path / "sh").read_text() == (tmp_path / Path(sys.executable).name).read_text()
 
 
+def test_run_gives_back_the_signals_that_python_ignores() -> None:
+    command = ["sh", "-c", "grep SigIgn /proc/$$/status"]
+    bare, ran = (run(given, CTXFIX_DISABLE="1").stdout for given in (command, [*CTXFIX, "run", "--", *command]))
+    assert ran == bare != ""
+
+
 @pytest.mark.parametrize("command", ["run", "verify"])
 def test_a_folder_of_records_that_has_no_name_or_no_place_is_refused(command: str, tmp_path: Path) -> None:
     rest = ["--", "touch", str(tmp_path / "ran")] if command == "run" else []
