@@ -228,6 +228,7 @@ def test_what_no_source_does() -> None:
                     found.add((name, called))
     assert found == {
         ("cli.py", "os.execvpe"),  # `ctxfix run` becomes the command
+        ("cli.py", "signal"),  # and that has its signals as the shell gave them
         ("evidence/cupti.py", "atexit"),  # in the workers of `ctxfix verify`
         ("evidence/identity.py", "socket"),
         ("evidence/identity.py", "socket.gethostname"),
