@@ -272,9 +272,9 @@ def run_once(plan: Plan, folder: str, disabled: bool, quiet: bool, times: Times)
                     problems.setdefault(told, []).append(rank)
 
             threads.append(threading.Thread(target=work, name=f"rank {rank}"))
-        for thread in threads:
-            thread.start()
         try:
+            for thread in threads:
+                thread.start()
             for thread in threads:
                 thread.join()
         except BaseException:  # Ctrl-C: the threads end when their processes do
