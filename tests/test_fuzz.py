@@ -69,7 +69,7 @@ def shown(judgement: Judgement) -> None:
 
 KINDS = ("get_handle", "open_handle", "copy_dtod", "copy_htod", "copy_dtoh", "copy_async")
 POSTED = ("agent", "remote", "operation", "posts", "bytes", "done", "failed")  # descriptors are joined and striped
-COMPARED = ("sender", "receiver", "transfers", "bytes", "wrong", "stale")
+COMPARED = ("sender", "receiver", "bytes", "wrong", "stale")  # in how many transfers is the application's word
 
 
 def essence(files: dict[str, list[dict[str, Any]]]) -> Any:
@@ -87,7 +87,8 @@ def essence(files: dict[str, list[dict[str, Any]]]) -> Any:
         ]
         posts = [[post[name] for name in POSTED] for post in last["posts"]]
         checks = [[r[name] for name in COMPARED] for r in records_of_one if r["kind"] == "check"]
-        rank = [last["identity"][name] for name in ("rank", "world")]
+        # Of who only receives, the rank is a name.
+        rank = [last["identity"][name] for name in ("rank", "world")] if posts else []
         found.append(repr((sorted(calls), posts, checks, rank, sorted(last["agents"]), last["unknown_posts"])))
     return sorted(found)
 

@@ -165,6 +165,14 @@ def no_rank(files: Files) -> None:
     counts(files, "prefill1")["identity"]["rank"] = None
 
 
+def receiver_of_no_such_rank(files: Files) -> None:
+    counts(files, "decode1")["identity"]["rank"] = 11
+
+
+def compared_in_no_transfer(files: Files) -> None:
+    next(row for row in files["decode1"] if row["kind"] == "check")["transfers"] = 0
+
+
 def unseen_posts(files: Files) -> None:
     counts(files, "prefill1")["unknown_posts"] = 1
 
@@ -186,7 +194,8 @@ SPOILERS: list[Callable[[Files], None]] = [
     compared_in_part, checked_by_another, never_posted, no_record, neither_end, no_receiver, not_counted,
     not_counted_there, never_opened, a_copy_too_few, a_byte_too_few, a_handle_too_many, unfinished, failed,
     started_only,
-    rank_twice, two_runs, records_lost, killed, no_counts, other_format, ranks_disagree, no_rank, unseen_posts,
+    rank_twice, two_runs, records_lost, killed, no_counts, other_format, ranks_disagree, no_rank,
+    receiver_of_no_such_rank, compared_in_no_transfer, unseen_posts,
     on_other_hosts, ucx, host_memory,
 ]  # fmt: skip
 SAR = {through_the_host, range_fails, handle_fails}

@@ -452,6 +452,8 @@ def _wrong(checks: Check, direction: _Direction) -> list[str]:
         result.append(f"{checks.wrong} of {checks.transfers} transfers brought WRONG bytes, although NIXL said DONE")
     if checks.stale:
         result.append(f"{checks.stale} of {checks.transfers} transfers were announced before their bytes had landed")
+    if checks.transfers < max(checks.wrong, checks.stale, 1):
+        result.append(f"of {checks.transfers} transfers the bytes were compared: the record contradicts itself")
     if checks.bytes != direction.bytes and direction.on_gpu:
         result.append(f"{checks.bytes:,} bytes were compared, {direction.bytes:,} were posted")
     return result
@@ -491,7 +493,12 @@ def _damage(direction: _Direction) -> list[str]:
         remotes = ", ".join(sorted({posted.remote for posted in direction.posted}))
         result.append(f"the process of remote agent {remotes} left no record, or more than one: only one end is known")
     for process in (poster, peer):
-        result += [f"{process.file}: {why}" for why in process.damage] if process else []
+        if process is None:
+            continue
+        result += [f"{process.file}: {why}" for why in process.damage]
+        who = process.identity
+        if who.rank is not None and who.world is not None and not 0 <= who.rank < who.world:
+            result.append(f"{process.file}: it says that it is rank {who.rank} of {who.world} ({who.source})")
     failed = sum(posted.failed for posted in direction.posted)
     if failed:
         result.append(f"NIXL reported {failed} failed transfers")
