@@ -27,6 +27,13 @@ def leave(recorder, spoil=lambda files: None):
 """
 
 
+@pytest.fixture(autouse=True)
+def as_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In continuous integration pytest says in its summary, too, what failed tests say."""
+    for name in ("CI", "BUILD_NUMBER"):
+        monkeypatch.delenv(name, raising=False)
+
+
 def run(pytester: pytest.Pytester, code: str, *options: str) -> pytest.RunResult:
     pytester.makepyfile(RECORDS + code)
     return pytester.runpytest_subprocess("-p", "no:cacheprovider", "--ctxfix-require-gpu", *options)
